@@ -1,0 +1,56 @@
+# `make demo` and `make test` need Python 3.11+, pip and make, and install all else into .venv.
+PYTHON ?= python3
+# Where pip finds CPU builds of torch. Empty: the index that pip is set up with.
+TORCH_INDEX ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format protos bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+# ensurepip is missing from some distributions' Python: pip then installs into the environment from outside.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "nvrx needs Python 3.11 or newer; $$($(PYTHON) --version) found; set PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv --without-pip $(VENV)
+	@echo "installing pinned packages into $(VENV) (torch is large; this takes a minute or two the first time)"
+	$(PYTHON) -m pip --python $(PY) --disable-pip-version-check install -q $(PIP_INDEX) -c constraints.txt -e '.[torch,dev]'
+	touch $@
+
+demo: $(VENV)/.installed  ## watch a small real training survive the loss of a worker and of a node (about a minute)
+	$(PY) examples/demo.py
+
+test: $(VENV)/.installed  ## run the tests
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed .venv-protos/.installed  ## style, types, import contracts, protos
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+	cd protos && ../$(VENV)/bin/buf lint
+	$(PY) tests/protos_fresh.py
+
+format: $(VENV)/.installed  ## rewrite the sources in the project's style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# Generated code comes from an old compiler on purpose: it runs on newer protobuf runtimes, never the reverse.
+.venv-protos/.installed: constraints-protos.txt
+	test -x .venv-protos/bin/python || $(PYTHON) -m venv --without-pip .venv-protos
+	$(PYTHON) -m pip --python .venv-protos/bin/python --disable-pip-version-check install -q -r constraints-protos.txt
+	touch $@
+
+protos: .venv-protos/.installed  ## generate nvrx/v1 from protos/nvrx/v1
+	.venv-protos/bin/python protos/generate.py nvrx/v1
+
+bench: $(VENV)/.installed  ## time recovery beside torchrun
+	$(PY) bench/recovery.py
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info
