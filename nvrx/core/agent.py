@@ -1,0 +1,304 @@
+"""The agent's brain: what it observes goes in, what it is to do comes out.
+
+Level-triggered: the coordinator names a desired state, the agent works towards it and may be told again at any
+time. At any moment it has workers of at most one cycle; the next are started only when nothing of the old ones is
+left. Knows no process, socket, file or clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .facts import WorkerExit
+from .ids import CycleNumber, LocalRank
+from .presence import AgentPhase
+from .ranks import Action, Assignment, Desired
+
+EXIT_LOST_COORDINATOR = 4
+SIGNALLED = 128
+
+
+class Ending(enum.Enum):
+    """Why an agent does no more work for its membership."""
+
+    CLOSED = "the run is closed"
+    SIGNALLED = "told to stop by a signal"
+    CUT_OFF = "the coordinator was out of reach for too long"
+    EXPELLED = "no longer a member"
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one cycle on this node. `tree_gone`: no process of theirs is left."""
+
+    assignment: Assignment
+    started: bool = False
+    stopping: bool = False
+    tree_gone: bool = False
+    exits: Mapping[LocalRank, WorkerExit] = field(default_factory=dict)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(one.failed for one in self.exits.values())
+
+    @property
+    def has_succeeded(self) -> bool:
+        return len(self.exits) == self.assignment.workers_per_node and all(one.succeeded for one in self.exits.values())
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What the agent knows."""
+
+    desired: Desired | None = None
+    workers: Workers | None = None
+    ending: Ending | None = None
+    exit_code: int = 0
+    reason: str = ""
+    has_exited: bool = False
+
+    @property
+    def phase(self) -> AgentPhase:
+        workers = self.workers
+        if workers is None:
+            return AgentPhase.IDLE
+        if workers.has_failed:
+            return AgentPhase.FAILED
+        if workers.has_succeeded:
+            return AgentPhase.SUCCEEDED
+        if workers.tree_gone:
+            return AgentPhase.STOPPED
+        if workers.stopping:
+            return AgentPhase.STOPPING
+        return AgentPhase.RUNNING if workers.started else AgentPhase.STARTING
+
+    @property
+    def cycle(self) -> CycleNumber | None:
+        """The cycle that `phase` is about; None before the first."""
+        return self.workers.assignment.cycle if self.workers is not None else None
+
+    @property
+    def has_processes(self) -> bool:
+        return self.workers is not None and not self.workers.tree_gone
+
+
+@dataclass(frozen=True)
+class DesiredChanged:
+    """The coordinator said, perhaps again, what this node is to do."""
+
+    desired: Desired
+
+
+@dataclass(frozen=True)
+class WorkersStarted:
+    """All workers of a cycle are running."""
+
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """One worker ended. Whether this agent had asked for it is not known to the observer."""
+
+    cycle: CycleNumber
+    exit: WorkerExit
+
+
+@dataclass(frozen=True)
+class TreeGone:
+    """No process that belonged to the workers of a cycle is left."""
+
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """SIGTERM or SIGINT reached the agent."""
+
+    number: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Expelled:
+    """The coordinator does not know this incarnation any more: it was declared lost, or the journal is new."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class CoordinatorGraceOver:
+    """The coordinator was out of reach for as long as is borne."""
+
+    message: str
+
+
+Observation: TypeAlias = (
+    DesiredChanged | WorkersStarted | WorkerEnded | TreeGone | SignalReceived | Expelled | CoordinatorGraceOver
+)
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start the workers of a cycle."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGTERM to every process of the workers, SIGKILL to what is left after the stop grace."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to every process of the workers, now."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the coordinator that workers ended."""
+
+    cycle: CycleNumber
+    exits: tuple[WorkerExit, ...]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Tell the coordinator that this node leaves; again once its workers are gone."""
+
+    reason: str
+    workers_stopped: bool
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Join anew, as another incarnation."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End the agent."""
+
+    code: int
+    reason: str
+
+
+Deed: TypeAlias = Spawn | Stop | Kill | Report | Leave | Rejoin | Exit
+
+
+@dataclass(frozen=True)
+class Step:
+    """The agent after an observation, and what it is to do."""
+
+    agent: Agent
+    deeds: tuple[Deed, ...]
+
+
+def step(agent: Agent, observed: Observation) -> Step:
+    """Take in one observation."""
+    if agent.has_exited:
+        return Step(agent, ())
+    deeds: list[Deed] = []
+    agent = _take_in(agent, observed, deeds)
+    agent = _work_towards(agent, deeds)
+    return Step(agent, tuple(deeds))
+
+
+def _take_in(agent: Agent, observed: Observation, deeds: list[Deed]) -> Agent:
+    if isinstance(observed, DesiredChanged):
+        return _desired_changed(agent, observed.desired)
+    if isinstance(observed, WorkersStarted | WorkerEnded | TreeGone):
+        return _workers_changed(agent, observed, deeds)
+    if isinstance(observed, SignalReceived):
+        return _signalled(agent, observed, deeds)
+    if isinstance(observed, Expelled):
+        if agent.ending is not None:
+            return agent
+        return dataclasses.replace(agent, ending=Ending.EXPELLED, reason=observed.reason)
+    assert isinstance(observed, CoordinatorGraceOver)
+    return _end(agent, Ending.CUT_OFF, EXIT_LOST_COORDINATOR, observed.message)
+
+
+def _desired_changed(agent: Agent, wanted: Desired) -> Agent:
+    before = agent.desired
+    if before is not None and wanted.cycle is not None and before.cycle is not None and wanted.cycle < before.cycle:
+        return agent
+    agent = dataclasses.replace(agent, desired=wanted)
+    if wanted.action is Action.EXIT:
+        return _end(agent, Ending.CLOSED, wanted.exit_code or 0, wanted.reason)
+    return agent
+
+
+def _end(agent: Agent, ending: Ending, code: int, reason: str) -> Agent:
+    if agent.ending is not None and agent.ending is not Ending.EXPELLED:
+        return agent
+    return dataclasses.replace(agent, ending=ending, exit_code=code, reason=reason)
+
+
+def _signalled(agent: Agent, observed: SignalReceived, deeds: list[Deed]) -> Agent:
+    if agent.ending is Ending.SIGNALLED:
+        if agent.has_processes:
+            deeds.append(Kill())
+        return agent
+    deeds.append(Leave(f"its agent received {observed.name}", workers_stopped=not agent.has_processes))
+    return dataclasses.replace(
+        agent, ending=Ending.SIGNALLED, exit_code=SIGNALLED + observed.number, reason=f"received {observed.name}"
+    )
+
+
+def _workers_changed(agent: Agent, observed: WorkersStarted | WorkerEnded | TreeGone, deeds: list[Deed]) -> Agent:
+    workers = agent.workers
+    if workers is None or workers.assignment.cycle != observed.cycle:
+        return agent
+    if isinstance(observed, WorkersStarted):
+        workers = dataclasses.replace(workers, started=True)
+    elif isinstance(observed, TreeGone):
+        workers = dataclasses.replace(workers, tree_gone=True)
+        if agent.ending is Ending.SIGNALLED:
+            deeds.append(Leave(agent.reason, workers_stopped=True))
+    else:
+        ended = observed.exit
+        if workers.stopping and not ended.succeeded:
+            ended = dataclasses.replace(ended, stopped_by_agent=True)
+        workers = dataclasses.replace(workers, exits={**workers.exits, ended.local_rank: ended})
+        deeds.append(Report(observed.cycle, (ended,)))
+    return dataclasses.replace(agent, workers=workers)
+
+
+def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:
+    """What brings the actual state nearer to the desired one."""
+    workers = agent.workers
+    if workers is not None and not workers.tree_gone:
+        if _must_stop(agent, workers) and not workers.stopping:
+            deeds.append(Stop())
+            return dataclasses.replace(agent, workers=dataclasses.replace(workers, stopping=True))
+        return agent
+    if agent.ending is Ending.EXPELLED:
+        deeds.append(Rejoin(agent.reason))
+        return Agent(workers=workers)
+    if agent.ending is not None:
+        deeds.append(Exit(agent.exit_code, agent.reason))
+        return dataclasses.replace(agent, has_exited=True)
+    wanted = agent.desired
+    if wanted is None or wanted.assignment is None or wanted.action is not Action.RUN:
+        return agent
+    if workers is not None and workers.assignment.cycle >= wanted.assignment.cycle:
+        return agent
+    deeds.append(Spawn(wanted.assignment))
+    return dataclasses.replace(agent, workers=Workers(wanted.assignment))
+
+
+def _must_stop(agent: Agent, workers: Workers) -> bool:
+    if agent.ending is not None or workers.has_failed:
+        return True
+    wanted = agent.desired
+    if wanted is None:
+        return False
+    return wanted.action is not Action.RUN or wanted.cycle != workers.assignment.cycle

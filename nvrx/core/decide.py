@@ -1,0 +1,286 @@
+"""What follows from a command, from silence and from time: facts, or a refusal.
+
+`decide` first answers the command itself, then applies the run's rules (`advance`) until none has anything to
+add. Pure: `now` is the run's clock, and Presence is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+
+from .commands import Command, CycleExits, Join, Leave, Report, Tick
+from .facts import (
+    Cause,
+    CauseRevised,
+    CycleEnded,
+    CycleRunning,
+    Fact,
+    Failure,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    RunClosed,
+    RunState,
+    WorkersExited,
+)
+from .ids import Incarnation, NodeId
+from .join import decide_join
+from .presence import AgentPhase, Presence
+from .refused import Reason, Refused
+from .run import Cycle, CycleState, Member, Membership, Run, evolve, failure_of
+from .world import Wait, next_world
+
+STOPPING_MARGIN_S = 2.0
+"""How long beyond its stop grace a leaving node is waited for (rule D2)."""
+_MAX_STEPS = 1000
+
+
+def decide(run: Run, presence: Presence, command: Command, now: float) -> list[Fact]:
+    """The facts that follow from `command` at `now`. Raises Refused, and then nothing has changed."""
+    facts = _answer(run, presence, command, now)
+    run = reduce(evolve, facts, run)
+    for _ in range(_MAX_STEPS):
+        more = advance(run, presence, now)
+        if not more:
+            return facts
+        facts += more
+        run = reduce(evolve, more, run)
+    raise AssertionError(f"no rest after {_MAX_STEPS} steps; last facts: {facts[-3:]}")
+
+
+def _answer(run: Run, presence: Presence, command: Command, now: float) -> list[Fact]:
+    if isinstance(command, Join):
+        return decide_join(run, presence, command, now)
+    if isinstance(command, Leave):
+        return _leave(run, command, now)
+    if isinstance(command, Report):
+        return _report(run, command, now)
+    assert isinstance(command, Tick)
+    return []
+
+
+def require_member(run: Run, node_id: NodeId, incarnation: Incarnation) -> Member:
+    """The live member with this incarnation. Raises Refused UNKNOWN_NODE or STALE_INCARNATION."""
+    member = run.members.get(node_id)
+    if member is None:
+        raise Refused(
+            Reason.UNKNOWN_NODE,
+            f"node {node_id} is not a member of run {run.run_id}; join first",
+            {"node_id": node_id, "run_id": run.run_id},
+        )
+    if member.is_live and member.info.incarnation == incarnation:
+        return member
+    if member.info.incarnation == incarnation:
+        happened = f"was declared {member.membership.value.lower()} ({member.gone_reason})"
+    else:
+        happened = f"was replaced by incarnation {member.info.incarnation}"
+    raise Refused(
+        Reason.STALE_INCARNATION,
+        f"incarnation {incarnation} of node {node_id} {happened}; stop its workers and join as a new one",
+        {"node_id": node_id, "incarnation": incarnation, "current_incarnation": member.info.incarnation},
+    )
+
+
+def _leave(run: Run, command: Leave, now: float) -> list[Fact]:
+    member = run.members.get(command.node_id)
+    if member is not None and not member.is_live and member.info.incarnation == command.incarnation:
+        if command.workers_stopped and command.node_id in run.stopping:
+            return [NodeStopped(now, command.node_id, command.incarnation)]
+        return []
+    require_member(run, command.node_id, command.incarnation)
+    cycle = run.cycle
+    works = cycle is not None and cycle.is_live and command.node_id in cycle.seat_of
+    until = now + command.stop_grace_s + STOPPING_MARGIN_S
+    return [
+        NodeLeft(
+            now,
+            command.node_id,
+            command.incarnation,
+            command.reason,
+            until if works and not command.workers_stopped else None,
+        )
+    ]
+
+
+def _report(run: Run, command: Report, now: float) -> list[Fact]:
+    require_member(run, command.node_id, command.incarnation)
+    facts: list[Fact] = []
+    for told in command.cycles:
+        new = _news(run, command, told)
+        if new is not None:
+            facts.append(WorkersExited(now, told.cycle, command.node_id, new.exits))
+    return facts
+
+
+def _news(run: Run, command: Report, told: CycleExits) -> CycleExits | None:
+    cycle = run.find_cycle(told.cycle)
+    seat = cycle.seat_of.get(command.node_id) if cycle is not None else None
+    if cycle is None or seat is None:
+        return None
+    known = cycle.exits.get(command.node_id, {})
+    exits = tuple(
+        one for one in told.exits if one.local_rank not in known and 0 <= one.local_rank < run.shape.workers_per_node
+    )
+    return CycleExits(told.cycle, exits) if exits else None
+
+
+def advance(run: Run, presence: Presence, now: float) -> list[Fact]:
+    """One step of what follows by itself: the first rule that has something to add."""
+    if not run.is_open:
+        return []
+    for rule in _RULES:
+        facts = list(rule(run, presence, now))
+        if facts:
+            return facts
+    return []
+
+
+def _leases(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """E1: an expired lease makes a node lost; all that expired together are lost together."""
+    if presence.is_recovering(now):
+        return
+    for member in run.live_members():
+        node_id = member.info.node_id
+        node = presence.nodes.get(node_id)
+        if node is None or node.incarnation != member.info.incarnation:
+            continue
+        if now >= node.lease_until:
+            silent_s = now - (node.heard_at if node.heard_at is not None else member.joined_at)
+            how = "silent" if node.connected else "its stream broke; silent"
+            yield NodeLost(now, node_id, member.info.incarnation, f"{how} for {silent_s:.1f} s")
+
+
+def _loss_ends_cycle(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D1, D2: an active node that left or is lost ends the live cycle, unless its workers had finished."""
+    cycle = run.cycle
+    if cycle is not None and cycle.is_live and cycle.lost:
+        yield CycleEnded(now, cycle.number, _loss(run, cycle, now))
+
+
+def _loss(run: Run, cycle: Cycle, now: float) -> Failure:
+    gone = [seat for seat in cycle.seats if seat.node.node_id in cycle.lost]
+    first = min(gone, key=lambda seat: (run.members[seat.node.node_id].gone_at or now, seat.group_rank))
+    member = run.members[first.node.node_id]
+    others = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+    return Failure(
+        cause=Cause.NODE_LEFT if member.membership is Membership.LEFT else Cause.NODE_LOST,
+        node_id=first.node.node_id,
+        group_rank=first.group_rank,
+        message=f"{member.gone_reason}{others}",
+        at=member.gone_at or now,
+    )
+
+
+def _worker_ends_cycle(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D2, D4: the first worker that fails by itself ends the live cycle."""
+    cycle = run.cycle
+    if cycle is None or not cycle.is_live:
+        return
+    for node_id, exits in cycle.exits.items():
+        failed = next((one for one in exits.values() if one.failed), None)
+        if failed is not None:
+            yield CycleEnded(now, cycle.number, failure_of(cycle, node_id, failed, now))
+            return
+
+
+def _all_finished(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D8: all active nodes' workers exited 0."""
+    cycle = run.cycle
+    if cycle is None or not cycle.is_live:
+        return
+    per_node = run.shape.workers_per_node
+    if len(cycle.exits) == len(cycle.seats) and all(
+        cycle.has_finished(seat.node.node_id, per_node) for seat in cycle.seats
+    ):
+        yield CycleEnded(now, cycle.number, Failure(Cause.SUCCEEDED, at=now))
+        yield RunClosed(
+            now, RunState.SUCCEEDED, f"all {run.shape.world_size} workers of cycle {cycle.number} exited 0", 0
+        )
+
+
+def _all_started(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D1: STARTING becomes RUNNING when every active agent reports its workers started."""
+    cycle = run.cycle
+    if cycle is None or cycle.state is not CycleState.STARTING:
+        return
+    per_node = run.shape.workers_per_node
+    for seat in cycle.seats:
+        node = presence.nodes.get(seat.node.node_id)
+        started = (
+            node is not None
+            and node.incarnation == seat.node.incarnation
+            and node.cycle == cycle.number
+            and node.phase in {AgentPhase.RUNNING, AgentPhase.SUCCEEDED}
+        )
+        if not started and not cycle.has_finished(seat.node.node_id, per_node):
+            return
+    yield CycleRunning(now, cycle.number)
+
+
+def _loss_explains(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D4, D12: a node found lost before the next cycle runs was what made the ended one's workers fail."""
+    for cycle in reversed(run.cycles):
+        if cycle.number < run.life_began_with or cycle.state is CycleState.RUNNING:
+            return
+        if cycle.failure is not None and cycle.failure.cause is Cause.WORKER_FAILED:
+            lost = _lost_after(run, cycle)
+            if lost is not None:
+                yield CauseRevised(now, cycle.number, lost)
+                return
+        if cycle.running_at is not None:
+            return
+
+
+def _lost_after(run: Run, cycle: Cycle) -> Failure | None:
+    for seat in cycle.seats:
+        member = run.members.get(seat.node.node_id)
+        if member is None or member.info.incarnation != seat.node.incarnation:
+            continue
+        if member.membership is Membership.LOST and (member.gone_at or 0.0) >= (cycle.ended_at or 0.0):
+            return Failure(
+                cause=Cause.NODE_LOST,
+                node_id=seat.node.node_id,
+                group_rank=seat.group_rank,
+                message=member.gone_reason,
+                at=member.gone_at or 0.0,
+            )
+    return None
+
+
+def _next_world(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """C, D2, D5, D9: with no live cycle, close the run, choose the next world, or wait."""
+    if run.cycle is not None and run.cycle.is_live:
+        return
+    found = next_world(run, presence, now)
+    if not isinstance(found, Wait):
+        yield found
+
+
+_RULES: tuple[Callable[[Run, Presence, float], Iterator[Fact]], ...] = (
+    _leases,
+    _loss_explains,
+    _loss_ends_cycle,
+    _all_finished,
+    _worker_ends_cycle,
+    _all_started,
+    _next_world,
+)
+
+
+def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
+    """When `decide(Tick)` may next have something to add, on the run's clock; None: only after news."""
+    if not run.is_open:
+        return None
+    times = [
+        node.lease_until
+        for node_id, node in presence.nodes.items()
+        if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
+    ]
+    if presence.recovering_until is not None and presence.recovering_until > now:
+        times.append(presence.recovering_until)
+    if run.cycle is None or not run.cycle.is_live:
+        found = next_world(run, presence, now)
+        if isinstance(found, Wait):
+            times += [one for one in (found.until, found.gives_up_at) if one is not None]
+    return min(times) if times else None

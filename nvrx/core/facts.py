@@ -1,0 +1,275 @@
+"""What has happened: the journal's rows, the watch's deltas, the audit log and the history of rank maps.
+
+Every fact is in the past tense and carries `at`, the run's clock: seconds since the run's first fact.
+Knows nothing of why a fact was decided (`decide`) or what follows from it (`run.evolve`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .ids import (
+    ArrayRank,
+    CycleNumber,
+    DomainId,
+    GroupId,
+    GroupRank,
+    Incarnation,
+    InfraRank,
+    LocalRank,
+    NodeId,
+    RunId,
+)
+from .shape import Settings, Shape
+from .topology import OrderSource
+
+MAX_STDERR_TAIL = 4096
+MAX_MESSAGE = 1024
+
+
+class Cause(enum.Enum):
+    """Why a cycle ended."""
+
+    WORKER_FAILED = "WORKER_FAILED"
+    NODE_LOST = "NODE_LOST"
+    NODE_LEFT = "NODE_LEFT"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+
+
+class RunState(enum.Enum):
+    """How a run stands."""
+
+    OPEN = "OPEN"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPU of one worker, as far as its node knows it."""
+
+    local_rank: LocalRank
+    uuid: str = ""
+    pci_bus_id: str = ""
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node says of itself when it joins."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    address: str
+    pid: int
+    version: str = ""
+    order_sources: Mapping[OrderSource, str] = field(default_factory=dict)
+    array_rank: ArrayRank | None = None
+    replacement_group_id: GroupId | None = None
+    domain_id: DomainId | None = None
+    devices: tuple[Device, ...] = ()
+    restart_count: int = 0
+    last_cycle: CycleNumber | None = None
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended: an exit code, or the name of the signal that ended it."""
+
+    local_rank: LocalRank
+    exit_code: int | None = None
+    signal: str = ""
+    message: str = ""
+    stopped_by_agent: bool = False
+    stderr_tail: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exit_code == 0 and not self.signal
+
+    @property
+    def failed(self) -> bool:
+        """Ended badly by itself, not because its agent stopped it."""
+        return not self.succeeded and not self.stopped_by_agent
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a cycle. `local_rank` is None where a whole node was at fault."""
+
+    cause: Cause
+    node_id: NodeId | None = None
+    group_rank: GroupRank | None = None
+    local_rank: LocalRank | None = None
+    exit_code: int | None = None
+    signal: str = ""
+    message: str = ""
+    stderr_tail: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A node as it stood when a world was chosen, in it or not."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    address: str
+    infra_rank: InfraRank
+    order_key: str
+    replacement_group_id: GroupId | None = None
+    domain_id: DomainId | None = None
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A node in a cycle's world."""
+
+    node: Placed
+    group_rank: GroupRank
+
+
+@dataclass(frozen=True)
+class Standby:
+    """A node left out of a cycle's world, and why."""
+
+    node: Placed
+    reason: str
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the workers of a cycle find their store (MASTER_ADDR, MASTER_PORT)."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class RunOpened:
+    at: float
+    run_id: RunId
+    shape: Shape
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class RunReopened:
+    """A closed run began its next life: cycles number on, budgets start anew."""
+
+    at: float
+    settings: Settings
+    shape: Shape
+    restart_count: int
+
+
+@dataclass(frozen=True)
+class NodeJoined:
+    at: float
+    node: NodeInfo
+
+
+@dataclass(frozen=True)
+class NodeLeft:
+    """A node took itself out. `stopping_until`: its workers may still write a checkpoint until then."""
+
+    at: float
+    node_id: NodeId
+    incarnation: Incarnation
+    reason: str
+    stopping_until: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeStopped:
+    """The workers of a node that had left are gone."""
+
+    at: float
+    node_id: NodeId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A node was not heard for its lease, or a newer incarnation took its place."""
+
+    at: float
+    node_id: NodeId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorldChosen:
+    """A cycle got its number and its world; its assignments may be sent."""
+
+    at: float
+    cycle: CycleNumber
+    order_source: OrderSource
+    seats: tuple[Seat, ...]
+    standbys: tuple[Standby, ...]
+    master: Endpoint | None
+
+
+@dataclass(frozen=True)
+class CycleRunning:
+    """All active nodes started their workers."""
+
+    at: float
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
+class WorkersExited:
+    """Workers of one node ended, in this cycle or, told late, in an earlier one."""
+
+    at: float
+    cycle: CycleNumber
+    node_id: NodeId
+    exits: tuple[WorkerExit, ...]
+
+
+@dataclass(frozen=True)
+class CycleEnded:
+    at: float
+    cycle: CycleNumber
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class CauseRevised:
+    """The loss of a node turned out to be what ended a cycle; the cause first seen is a consequence."""
+
+    at: float
+    cycle: CycleNumber
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class RunClosed:
+    at: float
+    state: RunState
+    reason: str
+    exit_code: int
+
+
+Fact: TypeAlias = (
+    RunOpened
+    | RunReopened
+    | NodeJoined
+    | NodeLeft
+    | NodeStopped
+    | NodeLost
+    | WorldChosen
+    | CycleRunning
+    | WorkersExited
+    | CycleEnded
+    | CauseRevised
+    | RunClosed
+)

@@ -1,0 +1,146 @@
+"""Who may be a member of a run (rules A2, A3, A5, B1, B2, B4)."""
+
+from __future__ import annotations
+
+from .commands import Join
+from .facts import Fact, NodeInfo, NodeJoined, NodeLost, RunReopened
+from .ids import name_problem
+from .presence import Presence
+from .refused import Reason, Refused
+from .run import Member, Run
+from .shape import Settings, SettingsWish, Shape, differences
+from .topology import VARIABLE, OrderSource, order_key, order_value_problem, settle_source
+
+
+def check_join(command: Join) -> Settings:
+    """The settings of a run that this node would open. Raises Refused where a field can be in no run."""
+    node = command.node
+    problems = [
+        name_problem("node id", node.node_id),
+        name_problem("incarnation", node.incarnation),
+        name_problem("address", node.address),
+        name_problem("replacement group id", node.replacement_group_id) if node.replacement_group_id else None,
+        name_problem("domain id", node.domain_id) if node.domain_id else None,
+        *(order_value_problem(source, text) for source, text in node.order_sources.items()),
+    ]
+    for problem in problems:
+        if problem is not None:
+            raise Refused(Reason.INVALID_FIELD, problem, {"node_id": ascii(node.node_id)})
+    settings = command.wish.over_defaults()
+    for problem in (command.shape.problem(), settings.problem()):
+        if problem is not None:
+            raise Refused(Reason.ILLEGAL_WORLD, problem, {"node_id": node.node_id})
+    return settings
+
+
+def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list[Fact]:
+    """NodeJoined, or nothing for a member already there; raises Refused and leaves the run as it was."""
+    settings = check_join(command)
+    facts: list[Fact] = []
+    if not run.is_open:
+        _require_reopening(run, command)
+        reopened = RunReopened(now, settings, command.shape, command.node.restart_count)
+        return [reopened, NodeJoined(now, command.node)]
+    _require_agreement(run, command.shape, command.wish)
+    member = run.members.get(command.node.node_id)
+    if member is not None and member.info.incarnation == command.node.incarnation:
+        if member.is_live:
+            return []
+        raise Refused(
+            Reason.STALE_INCARNATION,
+            f"incarnation {command.node.incarnation} of node {command.node.node_id} was declared "
+            f"{member.membership.value.lower()} ({member.gone_reason}); join as a new one",
+            {"node_id": command.node.node_id, "incarnation": command.node.incarnation},
+        )
+    if member is not None and member.is_live:
+        facts.append(_replace(presence, member, command.node, now))
+    _require_room(run, command.node)
+    _require_own_place(run, command.node)
+    return [*facts, NodeJoined(now, command.node)]
+
+
+def _require_reopening(run: Run, command: Join) -> None:
+    if command.reopen or command.node.restart_count > run.restart_count:
+        return
+    raise Refused(
+        Reason.RUN_CLOSED,
+        f"run {run.run_id} is closed ({run.state.value}: {run.close_reason}); start another with --run-id, or "
+        "this one again with --reopen",
+        {"run_id": run.run_id, "state": run.state.value, "exit_code": str(run.exit_code)},
+    )
+
+
+def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
+    found = differences(run.shape, run.settings, shape, wish)
+    if found:
+        listed = "; ".join(f"{one.field}: run has {one.run_has}, this node gives {one.node_gives}" for one in found)
+        raise Refused(
+            Reason.SHAPE_MISMATCH,
+            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options",
+            {
+                "run_id": run.run_id,
+                **{f"{one.field}.run": one.run_has for one in found},
+                **{f"{one.field}.node": one.node_gives for one in found},
+            },
+        )
+
+
+def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float) -> NodeLost:
+    """B2: a new incarnation takes an old one's place once that one's lease is over, or Slurm requeued it."""
+    old = member.info
+    known = presence.nodes.get(old.node_id)
+    is_over = known is None or now >= known.lease_until
+    was_requeued = newcomer.restart_count > old.restart_count and not (known and known.connected)
+    if is_over or was_requeued:
+        why = f"replaced by incarnation {newcomer.incarnation}"
+        return NodeLost(now, old.node_id, old.incarnation, why)
+    raise Refused(
+        Reason.NODE_ALREADY_JOINED,
+        f"node {old.node_id} has already joined from {old.address} (pid {old.pid}); this is {newcomer.address} "
+        f"(pid {newcomer.pid}); give each agent its own --node-id",
+        {
+            "node_id": old.node_id,
+            "joined_address": old.address,
+            "joined_pid": str(old.pid),
+            "address": newcomer.address,
+            "pid": str(newcomer.pid),
+        },
+    )
+
+
+def _require_room(run: Run, newcomer: NodeInfo) -> None:
+    there = sum(1 for one in run.live_members() if one.info.node_id != newcomer.node_id)
+    if there >= run.shape.max_nodes:
+        raise Refused(
+            Reason.RUN_FULL,
+            f"run {run.run_id} has {there} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
+            "one more",
+            {"run_id": run.run_id, "nodes": str(there), "max_nodes": str(run.shape.max_nodes)},
+        )
+
+
+def _require_own_place(run: Run, newcomer: NodeInfo) -> None:
+    """B4: no two live nodes with the same value in the source that the run orders by."""
+    others = [one.info for one in run.live_members() if one.info.node_id != newcomer.node_id]
+    everyone = [*others, newcomer]
+    source = run.order_source or settle_source([one.order_sources for one in everyone])
+    taken: dict[object, NodeInfo] = {}
+    for one in everyone:
+        text = one.order_sources.get(source)
+        if text is None or source is OrderSource.NODE_ID:
+            continue
+        key = order_key(source, text, one.node_id)
+        if key in taken:
+            raise Refused(
+                Reason.DUPLICATE_INFRA_RANK,
+                f"nodes {taken[key].node_id} and {one.node_id} both have {VARIABLE[source]}={text}, the order of "
+                f"run {run.run_id}; start the agents with srun --ntasks=<nodes> --ntasks-per-node=1, which gives "
+                "each its own",
+                {
+                    "node_id": one.node_id,
+                    "other_node_id": taken[key].node_id,
+                    "variable": VARIABLE[source],
+                    "value": text,
+                },
+            )
+        taken[key] = one

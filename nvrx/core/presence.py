@@ -1,0 +1,143 @@
+"""What the coordinator hears from nodes right now: leases, streams, phases, free ports.
+
+Volatile: never journaled, renewed as heartbeats are decoded, rebuilt after a restart of the coordinator.
+All times are seconds on the run's clock and come in as arguments. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .ids import CycleNumber, Incarnation, NodeId
+
+DEFAULT_HEARTBEAT_INTERVAL_S = 1.0
+DEFAULT_LEASE_TTL_S = 10.0
+DEFAULT_RECONNECT_GRACE_S = 2.0
+RECOVERY_AT_LEAST_S = 15.0
+HEARD_WITHIN_INTERVALS = 2.0
+
+
+class AgentPhase(enum.Enum):
+    """What an agent says it is doing."""
+
+    IDLE = "IDLE"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    SUCCEEDED = "SUCCEEDED"
+
+
+class StoreMode(enum.Enum):
+    """Who hosts the TCPStore that workers of a cycle meet at (rule I1)."""
+
+    RANK0 = "rank0"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How often nodes are heard and how long silence is borne. Seconds."""
+
+    heartbeat_interval_s: float = DEFAULT_HEARTBEAT_INTERVAL_S
+    lease_ttl_s: float = DEFAULT_LEASE_TTL_S
+    reconnect_grace_s: float = DEFAULT_RECONNECT_GRACE_S
+
+
+@dataclass
+class NodePresence:
+    """What is known of one incarnation of a node."""
+
+    incarnation: Incarnation
+    lease_until: float
+    connected: bool = False
+    heard_at: float | None = None
+    phase: AgentPhase = AgentPhase.IDLE
+    cycle: CycleNumber | None = None
+    store_ports: tuple[int, ...] = ()
+
+
+@dataclass
+class Presence:
+    """All nodes of one run, as heard."""
+
+    timing: Timing = field(default_factory=Timing)
+    store: StoreMode = StoreMode.RANK0
+    nodes: dict[NodeId, NodePresence] = field(default_factory=dict)
+    recovering_until: float | None = None
+
+    def joined(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
+        """Give a node that joined its first lease; the same incarnation keeps what is known of it."""
+        known = self.nodes.get(node_id)
+        if known is None or known.incarnation != incarnation:
+            self.nodes[node_id] = NodePresence(incarnation, now + self.timing.lease_ttl_s)
+        else:
+            known.lease_until = max(known.lease_until, now + self.timing.lease_ttl_s)
+
+    def connected(self, node_id: NodeId, now: float) -> None:
+        """A node's stream opened."""
+        node = self.nodes[node_id]
+        node.connected = True
+        node.heard_at = now
+        node.lease_until = now + self.timing.lease_ttl_s
+
+    def heard(
+        self,
+        node_id: NodeId,
+        phase: AgentPhase,
+        cycle: CycleNumber | None,
+        store_ports: tuple[int, ...],
+        now: float,
+    ) -> bool:
+        """Renew a lease. True if the run may have to be decided anew because of what was said."""
+        node = self.nodes[node_id]
+        was = (node.phase, node.cycle, node.store_ports, self.is_fresh(node_id, now))
+        node.phase, node.cycle, node.store_ports = phase, cycle, store_ports
+        node.heard_at = now
+        node.lease_until = now + self.timing.lease_ttl_s
+        return was != (phase, cycle, store_ports, True)
+
+    def disconnected(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
+        """A node's stream broke: its lease shrinks to the reconnect grace (rule E1)."""
+        node = self.nodes.get(node_id)
+        if node is None or node.incarnation != incarnation:
+            return
+        node.connected = False
+        if not self.is_recovering(now):
+            node.lease_until = min(node.lease_until, now + self.timing.reconnect_grace_s)
+
+    def recover(self, nodes: Iterable[tuple[NodeId, Incarnation]], now: float) -> None:
+        """After a restart of the coordinator: every known node gets a full lease to come back in (E5)."""
+        span_s = max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S)
+        self.recovering_until = now + span_s
+        for node_id, incarnation in nodes:
+            self.nodes[node_id] = NodePresence(incarnation, now + span_s)
+
+    def extend(self, late_s: float) -> None:
+        """The coordinator itself was stalled for `late_s`: nobody is judged for that time (rule E1)."""
+        for node in self.nodes.values():
+            node.lease_until += late_s
+            if node.heard_at is not None:
+                node.heard_at += late_s
+        if self.recovering_until is not None:
+            self.recovering_until += late_s
+
+    def is_recovering(self, now: float) -> bool:
+        """Whether some node that was known before a restart may still come back unjudged."""
+        if self.recovering_until is None or now >= self.recovering_until:
+            return False
+        return any(not node.connected for node in self.nodes.values())
+
+    def is_fresh(self, node_id: NodeId, now: float) -> bool:
+        """Connected and heard within the last two intervals: may be chosen for a world (rule C1)."""
+        node = self.nodes.get(node_id)
+        if node is None or not node.connected or node.heard_at is None:
+            return False
+        return now - node.heard_at <= HEARD_WITHIN_INTERVALS * self.timing.heartbeat_interval_s
+
+    def forget(self, node_id: NodeId) -> None:
+        """A node is no longer a member."""
+        self.nodes.pop(node_id, None)

@@ -1,0 +1,203 @@
+"""Ranks and rank maps: which worker was where, both ways (rules C6, H1, H2); what each node is to do.
+
+Four different values: infra rank orders nodes, group rank is a node's place in a world, global rank a worker's,
+local rank a worker's place on its node. Reads a Run and decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .facts import Endpoint, Failure, Placed, Seat, WorkerExit
+from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
+from .run import Cycle, Member, Run, SeatState
+
+
+def first_rank(group_rank: GroupRank, workers_per_node: int) -> GlobalRank:
+    """Global rank of a node's first worker."""
+    return GlobalRank(group_rank * workers_per_node)
+
+
+def global_rank(group_rank: GroupRank, local_rank: LocalRank, workers_per_node: int) -> GlobalRank:
+    """Global rank of a worker (rule C6)."""
+    return GlobalRank(group_rank * workers_per_node + local_rank)
+
+
+class Action(enum.Enum):
+    """What a node is to do."""
+
+    WAIT = "WAIT"
+    RUN = "RUN"
+    STOP = "STOP"
+    EXIT = "EXIT"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A node's place in a cycle's world, and where its workers meet."""
+
+    cycle: CycleNumber
+    group_rank: GroupRank
+    world_size: int
+    group_world_size: int
+    workers_per_node: int
+    max_restarts: int
+    infra_rank: int
+    replacement_group_id: str
+    master: Endpoint | None
+
+
+@dataclass(frozen=True)
+class Desired:
+    """The state that a node is to reach. Said again whenever either side may have missed it."""
+
+    action: Action
+    cycle: CycleNumber | None = None
+    assignment: Assignment | None = None
+    reason: str = ""
+    exit_code: int | None = None
+    failed_cycle: CycleNumber | None = None
+    """The latest ended cycle that this node took part in."""
+
+
+def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -> Desired:
+    """What the live member `node_id` is to do now; `waiting` is the reason shown while it waits."""
+    cycle = run.cycle
+    number = cycle.number if cycle is not None else None
+    failed = _failed_cycle(run, node_id)
+    if not run.is_open:
+        return Desired(Action.EXIT, number, None, run.close_reason, run.exit_code, failed)
+    if cycle is None or cycle.number < run.life_began_with:
+        return Desired(Action.WAIT, None, None, waiting, None, failed)
+    seat = cycle.seat_of.get(node_id)
+    mine = seat is not None and seat.node.incarnation == incarnation
+    if not cycle.is_live:
+        return Desired(Action.STOP if mine else Action.WAIT, number, None, waiting, None, failed)
+    if seat is None or not mine:
+        return Desired(Action.WAIT, number, None, f"standby of cycle {number}", None, failed)
+    return Desired(Action.RUN, number, _assignment(run, cycle, seat), "", None, failed)
+
+
+def _failed_cycle(run: Run, node_id: NodeId) -> CycleNumber | None:
+    for cycle in reversed(run.cycles[-2:]):
+        if not cycle.is_live:
+            return cycle.number if node_id in cycle.seat_of else None
+    return None
+
+
+def _assignment(run: Run, cycle: Cycle, seat: Seat) -> Assignment:
+    return Assignment(
+        cycle=cycle.number,
+        group_rank=seat.group_rank,
+        world_size=run.shape.world_size,
+        group_world_size=run.shape.min_nodes,
+        workers_per_node=run.shape.workers_per_node,
+        max_restarts=run.settings.max_restarts,
+        infra_rank=seat.node.infra_rank,
+        replacement_group_id=str(seat.node.replacement_group_id or ""),
+        master=cycle.master,
+    )
+
+
+@dataclass(frozen=True)
+class MappedNode:
+    """A row of a rank map."""
+
+    node: Placed
+    group_rank: GroupRank
+    state: SeatState | None
+    exits: tuple[WorkerExit, ...]
+
+
+def mapped_nodes(run: Run, cycle: Cycle) -> Iterator[MappedNode]:
+    """The rows of a cycle's rank map, in group-rank order."""
+    for seat in cycle.seats:
+        node_id = seat.node.node_id
+        exits = sorted(cycle.exits.get(node_id, {}).values(), key=lambda one: one.local_rank)
+        yield MappedNode(
+            seat.node, seat.group_rank, cycle.seat_state(node_id, run.shape.workers_per_node), tuple(exits)
+        )
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where one worker of one cycle is or was."""
+
+    cycle: Cycle
+    seat: Seat
+    local_rank: LocalRank
+
+
+def find_rank(run: Run, cycle: Cycle, rank: GlobalRank) -> WorkerPlace | None:
+    """The worker with a global rank in a cycle; None where the world has no such rank."""
+    if not 0 <= rank < run.shape.world_size:
+        return None
+    group_rank, local_rank = divmod(rank, run.shape.workers_per_node)
+    return WorkerPlace(cycle, cycle.seats[group_rank], LocalRank(local_rank))
+
+
+def find_node(run: Run, node_id: NodeId) -> Iterator[WorkerPlace]:
+    """Every worker that a node has had, cycle by cycle."""
+    for cycle in run.cycles:
+        seat = cycle.seat_of.get(node_id)
+        if seat is not None:
+            for local_rank in range(run.shape.workers_per_node):
+                yield WorkerPlace(cycle, seat, LocalRank(local_rank))
+
+
+def find_gpu(run: Run, uuid: str) -> Iterator[WorkerPlace]:
+    """Every worker that a GPU has served, cycle by cycle."""
+    for cycle in run.cycles:
+        for seat in cycle.seats:
+            for device in seat.node.devices:
+                if device.uuid == uuid:
+                    yield WorkerPlace(cycle, seat, device.local_rank)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Between two cycles one node left the world and another came into its place."""
+
+    left: NodeId
+    came: NodeId
+
+
+def replacements(run: Run, cycle: Cycle) -> Iterator[Replacement]:
+    """Who was replaced by whom when `cycle` was chosen, paired in group-rank order."""
+    before = run.find_cycle(CycleNumber(cycle.number - 1))
+    if before is None:
+        return
+    left = [seat.node.node_id for seat in before.seats if seat.node.node_id not in cycle.seat_of]
+    came = [seat.node.node_id for seat in cycle.seats if seat.node.node_id not in before.seat_of]
+    for gone, new in zip(left, came, strict=False):
+        yield Replacement(gone, new)
+
+
+def failure_rank(run: Run, failure: Failure) -> GlobalRank | None:
+    """Global rank of the worker at fault; None where a whole node was."""
+    if failure.group_rank is None or failure.local_rank is None:
+        return None
+    return global_rank(failure.group_rank, failure.local_rank, run.shape.workers_per_node)
+
+
+class NodeState(enum.Enum):
+    """How a node stands in its run."""
+
+    STANDBY = "STANDBY"
+    ACTIVE = "ACTIVE"
+    LOST = "LOST"
+    LEFT = "LEFT"
+
+
+def node_state(run: Run, member: Member) -> NodeState:
+    """How a member, present or past, stands."""
+    if not member.is_live:
+        return NodeState(member.membership.value)
+    cycle = run.cycle
+    if cycle is None or not run.is_open or cycle.number < run.life_began_with:
+        return NodeState.STANDBY
+    seat = cycle.seat_of.get(member.info.node_id)
+    is_active = seat is not None and seat.node.incarnation == member.info.incarnation
+    return NodeState.ACTIVE if is_active else NodeState.STANDBY

@@ -1,0 +1,43 @@
+"""Refusals: the peer asked for something that it may not have, and can act on the answer.
+
+Knows no wire format; `nvrx.errors` turns a refusal into a `google.rpc.Status` and back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class Reason(enum.Enum):
+    """Stable reasons that programs may rely on (`ErrorInfo.reason`)."""
+
+    RUN_FULL = "RUN_FULL"
+    SHAPE_MISMATCH = "SHAPE_MISMATCH"
+    NODE_ALREADY_JOINED = "NODE_ALREADY_JOINED"
+    DUPLICATE_INFRA_RANK = "DUPLICATE_INFRA_RANK"
+    STALE_INCARNATION = "STALE_INCARNATION"
+    STALE_CYCLE = "STALE_CYCLE"
+    UNKNOWN_NODE = "UNKNOWN_NODE"
+    UNKNOWN_RUN = "UNKNOWN_RUN"
+    UNKNOWN_CYCLE = "UNKNOWN_CYCLE"
+    RUN_CLOSED = "RUN_CLOSED"
+    ILLEGAL_WORLD = "ILLEGAL_WORLD"
+    BAD_TOKEN = "BAD_TOKEN"
+    INVALID_FIELD = "INVALID_FIELD"
+    VERSION_MISMATCH = "VERSION_MISMATCH"
+    SHUTTING_DOWN = "SHUTTING_DOWN"
+    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+
+
+class Refused(Exception):
+    """A request that is not carried out and changed nothing.
+
+    `message` is one line for a person: what, the values, what to do. `details` are the values by name.
+    """
+
+    def __init__(self, reason: Reason, message: str, details: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.details = dict(details or {})

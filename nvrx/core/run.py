@@ -1,0 +1,384 @@
+"""The state of one run, made from facts alone: `reduce(evolve, facts)`.
+
+`evolve` is total: it never refuses a fact, live, on replay and in tests. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .facts import (
+    Cause,
+    CauseRevised,
+    CycleEnded,
+    CycleRunning,
+    Endpoint,
+    Fact,
+    Failure,
+    NodeInfo,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    RunClosed,
+    RunOpened,
+    RunReopened,
+    RunState,
+    Seat,
+    Standby,
+    WorkerExit,
+    WorkersExited,
+    WorldChosen,
+)
+from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId
+from .shape import Settings, Shape
+from .topology import OrderSource
+
+MAX_CONSEQUENCES = 64
+
+
+class Membership(enum.Enum):
+    """Whether a node belongs to the run."""
+
+    MEMBER = "MEMBER"
+    LEFT = "LEFT"
+    LOST = "LOST"
+
+
+class CycleState(enum.Enum):
+    """How a cycle stands. While the next one is being formed, the current one is ENDED."""
+
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    ENDED = "ENDED"
+
+
+class SeatState(enum.Enum):
+    """How an active node's workers ended."""
+
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED_BY_AGENT = "STOPPED_BY_AGENT"
+    LOST = "LOST"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node that joined, with what it said of itself; kept after it left or was lost."""
+
+    info: NodeInfo
+    joined_at: float
+    membership: Membership = Membership.MEMBER
+    gone_at: float | None = None
+    gone_reason: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        return self.membership is Membership.MEMBER
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One attempt to train: its world, and how it went. Times are on the run's clock."""
+
+    number: CycleNumber
+    order_source: OrderSource
+    seats: tuple[Seat, ...]
+    standbys: tuple[Standby, ...]
+    master: Endpoint | None
+    started_at: float
+    running_at: float | None = None
+    ended_at: float | None = None
+    failure: Failure | None = None
+    consequences: tuple[Failure, ...] = ()
+    exits: Mapping[NodeId, Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
+    lost: frozenset[NodeId] = frozenset()
+
+    @cached_property
+    def seat_of(self) -> Mapping[NodeId, Seat]:
+        return {seat.node.node_id: seat for seat in self.seats}
+
+    @property
+    def state(self) -> CycleState:
+        if self.ended_at is not None:
+            return CycleState.ENDED
+        return CycleState.STARTING if self.running_at is None else CycleState.RUNNING
+
+    @property
+    def is_live(self) -> bool:
+        return self.ended_at is None
+
+    def has_finished(self, node_id: NodeId, workers_per_node: int) -> bool:
+        """Whether all workers of an active node exited 0."""
+        exits = self.exits.get(node_id, {})
+        return len(exits) == workers_per_node and all(one.succeeded for one in exits.values())
+
+    def seat_state(self, node_id: NodeId, workers_per_node: int) -> SeatState | None:
+        """How an active node's workers ended; None while they run or if nobody knows."""
+        exits = self.exits.get(node_id, {}).values()
+        if any(one.failed for one in exits):
+            return SeatState.FAILED
+        if len(exits) == workers_per_node:
+            all_well = all(one.succeeded for one in exits)
+            return SeatState.SUCCEEDED if all_well else SeatState.STOPPED_BY_AGENT
+        return SeatState.LOST if node_id in self.lost else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training job across all its restarts. An unopened run has no shape."""
+
+    run_id: RunId
+    shape: Shape
+    settings: Settings
+    state: RunState = RunState.OPEN
+    members: Mapping[NodeId, Member] = field(default_factory=dict)
+    cycles: tuple[Cycle, ...] = ()
+    stopping: Mapping[NodeId, float] = field(default_factory=dict)
+    """Nodes that left while their workers were being stopped, and until when they are waited for."""
+    short_since: float | None = 0.0
+    """Since when there have been fewer than MIN members; None while there are enough."""
+    life_began_with: CycleNumber = CycleNumber(0)
+    """First cycle of this life of the run: budgets count from here."""
+    restart_count: int = 0
+    highest_cycle: CycleNumber | None = None
+    """The highest cycle number that this run or, before a journal was lost, a node of it has seen."""
+    close_reason: str = ""
+    exit_code: int = 0
+    last_at: float = 0.0
+
+    @property
+    def cycle(self) -> Cycle | None:
+        """The current cycle: the latest with an assignment."""
+        return self.cycles[-1] if self.cycles else None
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is RunState.OPEN
+
+    @property
+    def next_cycle(self) -> CycleNumber:
+        return CycleNumber(0 if self.highest_cycle is None else self.highest_cycle + 1)
+
+    @property
+    def order_source(self) -> OrderSource | None:
+        """The source that was settled when the first world was chosen (rule B4)."""
+        return self.cycles[0].order_source if self.cycles else None
+
+    def live_members(self) -> Iterator[Member]:
+        return (one for one in self.members.values() if one.is_live)
+
+    def live(self, node_id: NodeId) -> Member | None:
+        member = self.members.get(node_id)
+        return member if member is not None and member.is_live else None
+
+    def find_cycle(self, number: CycleNumber) -> Cycle | None:
+        if not self.cycles or not self.cycles[0].number <= number <= self.cycles[-1].number:
+            return None
+        return next((one for one in reversed(self.cycles) if one.number == number), None)
+
+    def ended_by(self, *causes: Cause) -> int:
+        """How many cycles of this life that had been RUNNING, or failed by themselves, ended by `causes`."""
+        return sum(
+            1
+            for one in self.cycles
+            if one.number >= self.life_began_with
+            and one.failure is not None
+            and one.failure.cause in causes
+            and (one.running_at is not None or one.failure.cause is Cause.WORKER_FAILED)
+        )
+
+
+def open_run(fact: RunOpened) -> Run:
+    """The state after a run's first fact."""
+    return Run(run_id=fact.run_id, shape=fact.shape, settings=fact.settings, last_at=fact.at)
+
+
+def evolve(run: Run | None, fact: Fact) -> Run:
+    """The state after one more fact. The first fact of a run is RunOpened."""
+    if isinstance(fact, RunOpened):
+        return open_run(fact)
+    assert run is not None, f"a run's journal begins with RunOpened, found {fact}"
+    return dataclasses.replace(_EVOLVE[type(fact)](run, fact), last_at=max(run.last_at, fact.at))
+
+
+def _higher(one: CycleNumber | None, other: CycleNumber | None) -> CycleNumber | None:
+    known = [number for number in (one, other) if number is not None]
+    return max(known) if known else None
+
+
+def _with_members(run: Run, members: Mapping[NodeId, Member], at: float) -> Run:
+    live = sum(1 for one in members.values() if one.is_live)
+    if live >= run.shape.min_nodes:
+        short_since = None
+    else:
+        short_since = at if run.short_since is None else run.short_since
+    return dataclasses.replace(run, members=members, short_since=short_since)
+
+
+def _reopened(run: Run, fact: RunReopened) -> Run:
+    return dataclasses.replace(
+        run,
+        state=RunState.OPEN,
+        shape=fact.shape,
+        settings=fact.settings,
+        restart_count=fact.restart_count,
+        life_began_with=run.next_cycle,
+        short_since=fact.at,
+        stopping={},
+        close_reason="",
+        exit_code=0,
+        members={name: _gone(one, Membership.LEFT, fact.at, "") for name, one in run.members.items()},
+    )
+
+
+def _gone(member: Member, how: Membership, at: float, reason: str) -> Member:
+    if not member.is_live:
+        return member
+    return dataclasses.replace(member, membership=how, gone_at=at, gone_reason=reason)
+
+
+def _joined(run: Run, fact: NodeJoined) -> Run:
+    info = fact.node
+    run = _with_members(run, {**run.members, info.node_id: Member(info, fact.at)}, fact.at)
+    stopping = {name: until for name, until in run.stopping.items() if name != info.node_id}
+    highest = _higher(run.highest_cycle, info.last_cycle)
+    return dataclasses.replace(
+        run,
+        stopping=stopping,
+        highest_cycle=highest,
+        restart_count=max(run.restart_count, info.restart_count),
+    )
+
+
+def _gone_from(run: Run, node_id: NodeId, incarnation: Incarnation, how: Membership, fact: Any) -> Run:
+    member = run.members.get(node_id)
+    if member is None or member.info.incarnation != incarnation:
+        return run
+    run = _with_members(run, {**run.members, node_id: _gone(member, how, fact.at, fact.reason)}, fact.at)
+    cycle = run.cycle
+    if cycle is not None and node_id in cycle.seat_of and not cycle.has_finished(node_id, run.shape.workers_per_node):
+        run = _replace_cycle(run, dataclasses.replace(cycle, lost=cycle.lost | {node_id}))
+    return run
+
+
+def _left(run: Run, fact: NodeLeft) -> Run:
+    run = _gone_from(run, fact.node_id, fact.incarnation, Membership.LEFT, fact)
+    if fact.stopping_until is None:
+        return run
+    return dataclasses.replace(run, stopping={**run.stopping, fact.node_id: fact.stopping_until})
+
+
+def _stopped(run: Run, fact: NodeStopped) -> Run:
+    stopping = {name: until for name, until in run.stopping.items() if name != fact.node_id}
+    return dataclasses.replace(run, stopping=stopping)
+
+
+def _lost(run: Run, fact: NodeLost) -> Run:
+    return _gone_from(run, fact.node_id, fact.incarnation, Membership.LOST, fact)
+
+
+def _chosen(run: Run, fact: WorldChosen) -> Run:
+    cycle = Cycle(
+        number=fact.cycle,
+        order_source=fact.order_source,
+        seats=fact.seats,
+        standbys=fact.standbys,
+        master=fact.master,
+        started_at=fact.at,
+    )
+    return dataclasses.replace(
+        run, cycles=(*run.cycles, cycle), highest_cycle=_higher(run.highest_cycle, fact.cycle), stopping={}
+    )
+
+
+def _replace_cycle(run: Run, cycle: Cycle) -> Run:
+    index = next(i for i in reversed(range(len(run.cycles))) if run.cycles[i].number == cycle.number)
+    return dataclasses.replace(run, cycles=(*run.cycles[:index], cycle, *run.cycles[index + 1 :]))
+
+
+def _running(run: Run, fact: CycleRunning) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    return run if cycle is None else _replace_cycle(run, dataclasses.replace(cycle, running_at=fact.at))
+
+
+def _exited(run: Run, fact: WorkersExited) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    if cycle is None:
+        return run
+    known = cycle.exits.get(fact.node_id, {})
+    new = {one.local_rank: one for one in fact.exits if one.local_rank not in known}
+    consequences = cycle.consequences
+    if not cycle.is_live:
+        late = [failure_of(cycle, fact.node_id, one, fact.at) for one in new.values() if one.failed]
+        consequences = (*consequences, *late)[:MAX_CONSEQUENCES]
+    return _replace_cycle(
+        run,
+        dataclasses.replace(cycle, exits={**cycle.exits, fact.node_id: {**known, **new}}, consequences=consequences),
+    )
+
+
+def failure_of(cycle: Cycle, node_id: NodeId, one: WorkerExit, at: float) -> Failure:
+    """The failure record of one worker that ended by itself."""
+    seat = cycle.seat_of[node_id]
+    return Failure(
+        cause=Cause.WORKER_FAILED,
+        node_id=node_id,
+        group_rank=seat.group_rank,
+        local_rank=one.local_rank,
+        exit_code=one.exit_code,
+        signal=one.signal,
+        message=one.message,
+        stderr_tail=one.stderr_tail,
+        at=at,
+    )
+
+
+def _ended(run: Run, fact: CycleEnded) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    if cycle is None:
+        return run
+    first = fact.failure
+    others = tuple(
+        failure_of(cycle, node_id, one, fact.at)
+        for node_id, exits in cycle.exits.items()
+        for one in exits.values()
+        if one.failed and (node_id, one.local_rank) != (first.node_id, first.local_rank)
+    )
+    return _replace_cycle(
+        run,
+        dataclasses.replace(cycle, ended_at=fact.at, failure=first, consequences=others[:MAX_CONSEQUENCES]),
+    )
+
+
+def _revised(run: Run, fact: CauseRevised) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    if cycle is None:
+        return run
+    before = () if cycle.failure is None else (cycle.failure,)
+    consequences = (*before, *cycle.consequences)[:MAX_CONSEQUENCES]
+    return _replace_cycle(run, dataclasses.replace(cycle, failure=fact.failure, consequences=consequences))
+
+
+def _closed(run: Run, fact: RunClosed) -> Run:
+    return dataclasses.replace(run, state=fact.state, close_reason=fact.reason, exit_code=fact.exit_code, stopping={})
+
+
+_EVOLVE: Mapping[type, Callable[[Run, Any], Run]] = {
+    RunReopened: _reopened,
+    NodeJoined: _joined,
+    NodeLeft: _left,
+    NodeStopped: _stopped,
+    NodeLost: _lost,
+    WorldChosen: _chosen,
+    CycleRunning: _running,
+    WorkersExited: _exited,
+    CycleEnded: _ended,
+    CauseRevised: _revised,
+    RunClosed: _closed,
+}

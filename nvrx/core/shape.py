@@ -1,0 +1,120 @@
+"""What all nodes of a run must agree on (rules A2, A5), and what decides for the run as a whole.
+
+Knows no node and no cycle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_NODES = 100_000
+MAX_WORKERS_PER_NODE = 1024
+DEFAULT_MAX_RESTARTS = 3
+DEFAULT_JOIN_TIMEOUT_S = 600.0
+DEFAULT_LAST_CALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class NodeCounts:
+    """MIN nodes train, always; up to MAX - MIN more stand by."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+def parse_nnodes(text: str) -> NodeCounts:
+    """Read `MIN:MAX`, or `N` for `N:N` (rule A5). Raises ValueError with one line that shows the value."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r} is not MIN:MAX or N; give whole numbers with 1 <= MIN <= MAX, such as 6:8")
+    counts = NodeCounts(int(found[1]), int(found[2] or found[1]))
+    if not 1 <= counts.min_nodes <= counts.max_nodes <= MAX_NODES:
+        raise ValueError(f"{text!r} breaks 1 <= MIN <= MAX <= {MAX_NODES}; an example is 6:8")
+    return counts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The fixed form of a run's world, the same on all its nodes."""
+
+    min_nodes: int
+    max_nodes: int
+    workers_per_node: int
+    checkpoint_path: str = ""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.min_nodes * self.workers_per_node
+
+    def problem(self) -> str | None:
+        """Why no run can have this shape, in one line; None if one can."""
+        if not 1 <= self.min_nodes <= self.max_nodes <= MAX_NODES:
+            return f"nnodes {self.min_nodes}:{self.max_nodes} breaks 1 <= MIN <= MAX <= {MAX_NODES}"
+        if not 1 <= self.workers_per_node <= MAX_WORKERS_PER_NODE:
+            return f"{self.workers_per_node} workers per node; 1 to {MAX_WORKERS_PER_NODE} are possible"
+        return None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides for the run as a whole: the first node to join sets it. Durations in seconds."""
+
+    max_restarts: int = DEFAULT_MAX_RESTARTS
+    max_replacements: int | None = None
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    last_call_s: float = DEFAULT_LAST_CALL_S
+
+    def problem(self) -> str | None:
+        """Why no run can have these settings, in one line; None if one can."""
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if value is not None and value < 0:
+                return f"{one.name} is {value}; it cannot be negative"
+        return None
+
+
+@dataclass(frozen=True)
+class SettingsWish:
+    """The settings that one node asks for; None where it takes whatever the run has."""
+
+    max_restarts: int | None = None
+    max_replacements: int | None = None
+    join_timeout_s: float | None = None
+    last_call_s: float | None = None
+
+    def over_defaults(self) -> Settings:
+        """The settings of a run that this node opens."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return Settings(**given)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field in which a node does not agree with its run."""
+
+    field: str
+    run_has: str
+    node_gives: str
+
+
+def differences(shape: Shape, settings: Settings, node_shape: Shape, node_wish: SettingsWish) -> tuple[Difference, ...]:
+    """Every field in which a node's shape or wishes differ from the run's (rule A2)."""
+    found = [
+        Difference(name, str(getattr(shape, name)), str(getattr(node_shape, name)))
+        for name in ("min_nodes", "max_nodes", "workers_per_node", "checkpoint_path")
+        if getattr(shape, name) != getattr(node_shape, name)
+    ]
+    found += [
+        Difference(name, shape.fingerprint.get(name, "(unset)"), node_shape.fingerprint.get(name, "(unset)"))
+        for name in sorted({*shape.fingerprint, *node_shape.fingerprint})
+        if shape.fingerprint.get(name) != node_shape.fingerprint.get(name)
+    ]
+    for one in dataclasses.fields(node_wish):
+        wished = getattr(node_wish, one.name)
+        if wished is not None and wished != getattr(settings, one.name):
+            found.append(Difference(one.name, str(getattr(settings, one.name)), str(wished)))
+    return tuple(found)

@@ -1,0 +1,228 @@
+"""The step between two cycles: close the run, choose the next world, or say what is waited for.
+
+`next_world` is one function for deciding and for explaining: status shows the reason of the Wait it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .facts import (
+    Cause,
+    Endpoint,
+    Failure,
+    Placed,
+    RunClosed,
+    RunState,
+    Seat,
+    Standby,
+    WorldChosen,
+)
+from .ids import GroupRank, InfraRank, NodeId
+from .placement import Candidate, Placement, Shortage, place
+from .presence import Presence, StoreMode
+from .run import Member, Run
+from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
+
+MAX_NAMED = 16
+"""How many nodes a sentence names before it says how many more there are."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """No world yet: why, until when at most, and when the run gives up. Run's clock, seconds."""
+
+    reason: str
+    until: float | None = None
+    gives_up_at: float | None = None
+
+
+NextWorld: TypeAlias = WorldChosen | RunClosed | Wait
+
+
+def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
+    """What to do while no cycle is live."""
+    wait = _wait_for_nodes(run, presence, now)
+    if wait is not None:
+        return wait
+    spent = _spent_budget(run)
+    if spent is not None:
+        return RunClosed(now, RunState.FAILED, spent, 1)
+    fresh = [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
+    source = run.order_source or settle_source([one.info.order_sources for one in fresh])
+    previous = (
+        frozenset(run.cycle.seat_of)
+        if run.cycle is not None and run.cycle.number >= run.life_began_with
+        else frozenset[NodeId]()
+    )
+    found = place([Candidate(one.info.node_id, _key(one, source)) for one in fresh], run.shape, previous)
+    if isinstance(found, Shortage):
+        return _short(run, found, now)
+    wait = _last_call(run, fresh, now)
+    if wait is not None:
+        return wait
+    master = _master(run, presence, found)
+    if isinstance(master, Wait):
+        return master
+    return _chosen(run, found, source, master, now)
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMED])
+    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
+
+
+def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
+    """E5, C7, D2: nodes that may be back in a moment, or that may still be writing a checkpoint."""
+    if presence.is_recovering(now):
+        away = [str(one) for one, node in presence.nodes.items() if not node.connected]
+        return Wait(f"the coordinator restarted; waiting for {_names(away)} to come back", presence.recovering_until)
+    broken = [
+        node.lease_until
+        for seat in (run.cycle.seats if run.cycle is not None else ())
+        if (member := run.live(seat.node.node_id)) is not None
+        and (node := presence.nodes.get(seat.node.node_id)) is not None
+        and node.incarnation == member.info.incarnation
+        and not node.connected
+        and now < node.lease_until
+    ]
+    if broken:
+        return Wait(f"waiting for {len(broken)} nodes whose stream just broke", min(broken))
+    stopping = {name: until for name, until in run.stopping.items() if now < until}
+    if stopping:
+        return Wait(f"waiting for the workers of {_names(sorted(stopping))} to stop", min(stopping.values()))
+    return None
+
+
+def describe_failure(run: Run, failure: Failure) -> str:
+    """One line: what ended a cycle, where."""
+    where = f" on {failure.node_id}" if failure.node_id is not None else ""
+    if failure.cause is not Cause.WORKER_FAILED:
+        what = failure.cause.value.lower().replace("_", " ")
+        return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"
+    assert failure.group_rank is not None
+    assert failure.local_rank is not None
+    rank = failure.group_rank * run.shape.workers_per_node + failure.local_rank
+    how = failure.signal or f"exit {failure.exit_code}"
+    last_line = failure.message.strip().splitlines()[-1:] or [""]
+    text = f": {last_line[0]}" if last_line[0] else ""
+    return f"rank {rank} (local rank {failure.local_rank}){where} failed with {how}{text}"
+
+
+def restarts_used(run: Run) -> int:
+    """Cycles of this life that workers ended by themselves; counted against `max_restarts` (rule D5)."""
+    return run.ended_by(Cause.WORKER_FAILED)
+
+
+def replacements_used(run: Run) -> int:
+    """Running cycles of this life ended by a lost or leaving node; against `max_replacements` (rule D5)."""
+    return run.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
+
+
+def _spent_budget(run: Run) -> str | None:
+    """D5: why there is no further cycle; None if there may be one."""
+    last = run.cycle
+    if last is None or last.failure is None or last.number < run.life_began_with:
+        return None
+    settings = run.settings
+    happened = f"cycle {last.number}: {describe_failure(run, last.failure)}"
+    restarts, replaced = restarts_used(run), replacements_used(run)
+    if restarts > settings.max_restarts or (settings.max_restarts == 0 and restarts + replaced > 0):
+        return f"{happened}; max_restarts {settings.max_restarts} is used up"
+    if settings.max_replacements is not None and replaced > settings.max_replacements:
+        return f"{happened}; max_replacements {settings.max_replacements} is used up"
+    return None
+
+
+def _key(member: Member, source: OrderSource) -> OrderKey:
+    return order_key(source, member.info.order_sources.get(source), member.info.node_id)
+
+
+def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
+    """D9: wait for nodes, and in the end fail with the count and the names."""
+    there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
+    names = [_name_with_order(run, one) for one in there]
+    joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{_names(names)}"
+    gone = _names([f"{one.info.node_id} {one.gone_reason}" for one in _recently_gone(run)])
+    reason = f"{joined}; gone: {gone}" if gone else joined
+    if len(there) >= run.shape.min_nodes:
+        reason = f"{shortage.reason} ({reason})"
+    if run.short_since is None:
+        return Wait(reason)
+    gives_up_at = run.short_since + run.settings.join_timeout_s
+    if now < gives_up_at:
+        return Wait(reason, None, gives_up_at)
+    waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"
+    return RunClosed(now, RunState.FAILED, f"{reason}; {waited}", 1)
+
+
+def _name_with_order(run: Run, member: Member) -> str:
+    source = run.order_source or settle_source([one.info.order_sources for one in run.live_members()])
+    text = member.info.order_sources.get(source)
+    return f"{member.info.node_id}({text})" if source in NUMERIC and text else str(member.info.node_id)
+
+
+def _recently_gone(run: Run) -> Iterator[Member]:
+    if run.cycle is None:
+        return
+    for seat in run.cycle.seats:
+        member = run.members.get(seat.node.node_id)
+        if member is not None and not member.is_live:
+            yield member
+
+
+def _last_call(run: Run, fresh: list[Member], now: float) -> Wait | None:
+    """C7: the first cycle of a life waits a little for MAX nodes; later ones start at once."""
+    is_first = run.cycle is None or run.cycle.number < run.life_began_with
+    if not is_first or len(fresh) >= run.shape.max_nodes:
+        return None
+    possible_since = sorted(one.joined_at for one in fresh)[run.shape.min_nodes - 1]
+    until = possible_since + run.settings.last_call_s
+    if now >= until:
+        return None
+    return Wait(f"last call: {len(fresh)} of at most {run.shape.max_nodes} nodes joined", until)
+
+
+def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait | None:
+    """Where the workers of the next cycle meet: a port that group rank 0's node holds free (rule I1)."""
+    if presence.store is StoreMode.OFF:
+        return None
+    first = found.chosen[0]
+    used = {(one.master.address, one.master.port) for one in run.cycles if one.master is not None}
+    address = run.members[first].info.address
+    for port in presence.nodes[first].store_ports:
+        if (address, port) not in used:
+            return Endpoint(address, port)
+    return Wait(f"waiting for {first} to offer a port for the store of the next cycle")
+
+
+def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | None, now: float) -> WorldChosen:
+    everyone = [*found.chosen, *(one.node_id for one in found.left_out)]
+    in_order = sorted((run.members[one] for one in everyone), key=lambda one: (_key(one, source), one.info.node_id))
+    position = {one.info.node_id: index for index, one in enumerate(in_order)}
+
+    def placed(node_id: NodeId) -> Placed:
+        info = run.members[node_id].info
+        text = info.order_sources.get(source, info.node_id)
+        number = int(text) if source in NUMERIC and source in info.order_sources else position[node_id]
+        return Placed(
+            node_id=node_id,
+            incarnation=info.incarnation,
+            address=info.address,
+            infra_rank=InfraRank(number),
+            order_key=text,
+            replacement_group_id=info.replacement_group_id,
+            domain_id=info.domain_id,
+            devices=info.devices,
+        )
+
+    return WorldChosen(
+        at=now,
+        cycle=run.next_cycle,
+        order_source=source,
+        seats=tuple(Seat(placed(one), GroupRank(rank)) for rank, one in enumerate(found.chosen)),
+        standbys=tuple(Standby(placed(one.node_id), one.reason) for one in found.left_out),
+        master=master,
+    )
