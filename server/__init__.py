@@ -1,0 +1,1 @@
+"""The coordinator: one engine that owns all runs, its journal, its gRPC services and its command line."""

@@ -152,34 +152,38 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class RunOpened:
+class Happened:
+    """`at`: seconds on the run's clock. `time`: seconds since the epoch, stamped by the engine, for people only."""
+
     at: float
+    time: float = field(default=0.0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RunOpened(Happened):
     run_id: RunId
     shape: Shape
     settings: Settings
 
 
 @dataclass(frozen=True)
-class RunReopened:
+class RunReopened(Happened):
     """A closed run began its next life: cycles number on, budgets start anew."""
 
-    at: float
     settings: Settings
     shape: Shape
     restart_count: int
 
 
 @dataclass(frozen=True)
-class NodeJoined:
-    at: float
+class NodeJoined(Happened):
     node: NodeInfo
 
 
 @dataclass(frozen=True)
-class NodeLeft:
+class NodeLeft(Happened):
     """A node took itself out. `stopping_until`: its workers may still write a checkpoint until then."""
 
-    at: float
     node_id: NodeId
     incarnation: Incarnation
     reason: str
@@ -187,29 +191,26 @@ class NodeLeft:
 
 
 @dataclass(frozen=True)
-class NodeStopped:
+class NodeStopped(Happened):
     """The workers of a node that had left are gone."""
 
-    at: float
     node_id: NodeId
     incarnation: Incarnation
 
 
 @dataclass(frozen=True)
-class NodeLost:
+class NodeLost(Happened):
     """A node was not heard for its lease, or a newer incarnation took its place."""
 
-    at: float
     node_id: NodeId
     incarnation: Incarnation
     reason: str
 
 
 @dataclass(frozen=True)
-class WorldChosen:
+class WorldChosen(Happened):
     """A cycle got its number and its world; its assignments may be sent."""
 
-    at: float
     cycle: CycleNumber
     order_source: OrderSource
     seats: tuple[Seat, ...]
@@ -218,42 +219,37 @@ class WorldChosen:
 
 
 @dataclass(frozen=True)
-class CycleRunning:
+class CycleRunning(Happened):
     """All active nodes started their workers."""
 
-    at: float
     cycle: CycleNumber
 
 
 @dataclass(frozen=True)
-class WorkersExited:
+class WorkersExited(Happened):
     """Workers of one node ended, in this cycle or, told late, in an earlier one."""
 
-    at: float
     cycle: CycleNumber
     node_id: NodeId
     exits: tuple[WorkerExit, ...]
 
 
 @dataclass(frozen=True)
-class CycleEnded:
-    at: float
+class CycleEnded(Happened):
     cycle: CycleNumber
     failure: Failure
 
 
 @dataclass(frozen=True)
-class CauseRevised:
+class CauseRevised(Happened):
     """The loss of a node turned out to be what ended a cycle; the cause first seen is a consequence."""
 
-    at: float
     cycle: CycleNumber
     failure: Failure
 
 
 @dataclass(frozen=True)
-class RunClosed:
-    at: float
+class RunClosed(Happened):
     state: RunState
     reason: str
     exit_code: int

@@ -84,7 +84,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Cycle:
-    """One attempt to train: its world, and how it went. Times are on the run's clock."""
+    """One attempt to train: its world, and how it went. `_at` is the run's clock, `_time` the wall's."""
 
     number: CycleNumber
     order_source: OrderSource
@@ -92,8 +92,10 @@ class Cycle:
     standbys: tuple[Standby, ...]
     master: Endpoint | None
     started_at: float
+    started_time: float = 0.0
     running_at: float | None = None
     ended_at: float | None = None
+    ended_time: float = 0.0
     failure: Failure | None = None
     consequences: tuple[Failure, ...] = ()
     exits: Mapping[NodeId, Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
@@ -291,6 +293,7 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
         standbys=fact.standbys,
         master=fact.master,
         started_at=fact.at,
+        started_time=fact.time,
     )
     return dataclasses.replace(
         run, cycles=(*run.cycles, cycle), highest_cycle=_higher(run.highest_cycle, fact.cycle), stopping={}
@@ -352,7 +355,9 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
     )
     return _replace_cycle(
         run,
-        dataclasses.replace(cycle, ended_at=fact.at, failure=first, consequences=others[:MAX_CONSEQUENCES]),
+        dataclasses.replace(
+            cycle, ended_at=fact.at, ended_time=fact.time, failure=first, consequences=others[:MAX_CONSEQUENCES]
+        ),
     )
 
 

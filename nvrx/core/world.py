@@ -26,6 +26,8 @@ from .presence import Presence, StoreMode
 from .run import Member, Run
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
+MAX_INFRA_RANK = 2**31 - 1
+"""Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
 MAX_NAMED = 16
 """How many nodes a sentence names before it says how many more there are."""
 
@@ -206,7 +208,8 @@ def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | 
     def placed(node_id: NodeId) -> Placed:
         info = run.members[node_id].info
         text = info.order_sources.get(source, info.node_id)
-        number = int(text) if source in NUMERIC and source in info.order_sources else position[node_id]
+        is_number = source in NUMERIC and source in info.order_sources
+        number = int(text) if is_number and int(text) <= MAX_INFRA_RANK else position[node_id]
         return Placed(
             node_id=node_id,
             incarnation=info.incarnation,

@@ -435,7 +435,6 @@ class Settings(google.protobuf.message.Message):
     MAX_REPLACEMENTS_FIELD_NUMBER: builtins.int
     JOIN_TIMEOUT_FIELD_NUMBER: builtins.int
     LAST_CALL_FIELD_NUMBER: builtins.int
-    SETTLE_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Cycles that may be ended by a worker's failure, a hang or an unhealthy device before the run fails."""
     max_replacements: builtins.int
@@ -448,10 +447,6 @@ class Settings(google.protobuf.message.Message):
     def last_call(self) -> google.protobuf.duration_pb2.Duration:
         """Time that the first cycle waits for more nodes once a world is possible."""
 
-    @property
-    def settle(self) -> google.protobuf.duration_pb2.Duration:
-        """Time after a first failure within which further ones belong to the same record."""
-
     def __init__(
         self,
         *,
@@ -459,10 +454,9 @@ class Settings(google.protobuf.message.Message):
         max_replacements: builtins.int | None = ...,
         join_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         last_call: google.protobuf.duration_pb2.Duration | None = ...,
-        settle: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts", "settle", b"settle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts", "settle", b"settle"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_replacements", b"_max_replacements"]) -> typing.Literal["max_replacements"] | None: ...
     @typing.overload

@@ -69,6 +69,7 @@ class JoinRequest(google.protobuf.message.Message):
     RESTART_COUNT_FIELD_NUMBER: builtins.int
     LAST_CYCLE_FIELD_NUMBER: builtins.int
     WIRE_VERSION_FIELD_NUMBER: builtins.int
+    REOPEN_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to join; empty: the run that the coordinator declared, else `default`."""
     node_id: builtins.str
@@ -93,6 +94,8 @@ class JoinRequest(google.protobuf.message.Message):
     """Highest cycle that the node has seen, when it joins anew; cycles are numbered above it."""
     wire_version: builtins.int
     """Major wire version that the agent speaks; absent means 1."""
+    reopen: builtins.bool
+    """Begins the run's next life if the run is closed: cycles number on, budgets start anew."""
     @property
     def shape(self) -> nvrx.v1.common_pb2.Shape:
         """Shape that the node expects of the run."""
@@ -133,9 +136,10 @@ class JoinRequest(google.protobuf.message.Message):
         restart_count: builtins.int = ...,
         last_cycle: builtins.int | None = ...,
         wire_version: builtins.int | None = ...,
+        reopen: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "array_rank", b"array_rank", "last_cycle", b"last_cycle", "settings", b"settings", "shape", b"shape", "wire_version", b"wire_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "replacement_group_id", b"replacement_group_id", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "reopen", b"reopen", "replacement_group_id", b"replacement_group_id", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_array_rank", b"_array_rank"]) -> typing.Literal["array_rank"] | None: ...
     @typing.overload

@@ -1,0 +1,102 @@
+"""What both command lines share: options that have an environment variable, errors of one line, exit codes.
+
+Built on click; knows neither coordinator nor agent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from nvrx.core.endpoint import HostPort, parse_endpoint
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class Failed(Exception):
+    """Ends a command with one line on standard error and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def option(name: str, **settings: Any) -> Callable[[Decorated], Decorated]:
+    """A click option `--some-name`: also spelled `--some_name`, also from NVRX_SOME_NAME; the command line wins."""
+    bare = name.removeprefix("--")
+    spellings = [name] if "-" not in bare else [name, f"--{bare.replace('-', '_')}"]
+    settings.setdefault("envvar", f"NVRX_{bare.replace('-', '_').upper()}")
+    return click.option(*spellings, bare.replace("-", "_"), **settings)
+
+
+class EndpointType(click.ParamType):
+    """HOST:PORT, [IPV6]:PORT."""
+
+    name = "HOST:PORT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> HostPort:
+        if isinstance(value, HostPort):
+            return value
+        try:
+            return parse_endpoint(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Seconds(click.ParamType):
+    """A length of time in seconds, not negative."""
+
+    name = "SECONDS"
+
+    def __init__(self, least: float = 0.0) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if not self._least <= number < 1e9:
+            self.fail(f"{value!r} is not between {self._least:g} and 1e9 seconds", param, ctx)
+        return number
+
+
+def run(command: click.Command, program: str, arguments: Sequence[str], **extra: Any) -> int:
+    """Run a command; the exit code. Errors are one line on standard error, never a traceback or a usage block."""
+    try:
+        result = command.main(args=list(arguments), prog_name=program, standalone_mode=False, **extra)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx is not None else program
+        print(f"{path}: {one_line(error.format_message())}", file=sys.stderr)
+        return EXIT_USAGE
+    except Failed as error:
+        print(f"{program}: {one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `| head` does: that is no failure of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks and control characters: one event stays one line."""
+    joined = " ".join(text.split())
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in joined)

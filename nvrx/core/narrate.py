@@ -1,0 +1,95 @@
+"""Facts in words: one line for a person, for logs and for the list of facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .facts import (
+    Cause,
+    CauseRevised,
+    CycleEnded,
+    CycleRunning,
+    Fact,
+    Failure,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeStopped,
+    RunClosed,
+    RunOpened,
+    RunReopened,
+    WorkerExit,
+    WorkersExited,
+    WorldChosen,
+)
+from .ids import CycleNumber, NodeId
+
+MAX_NAMED = 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a fact is about."""
+
+    cycle: CycleNumber | None
+    node_id: NodeId | None
+
+
+def subject_of(fact: Fact) -> Subject:
+    """The cycle and the node that a fact is about, where there is one."""
+    if isinstance(fact, NodeJoined):
+        return Subject(None, fact.node.node_id)
+    if isinstance(fact, CycleEnded | CauseRevised):
+        return Subject(fact.cycle, fact.failure.node_id)
+    cycle = getattr(fact, "cycle", None)
+    node_id = getattr(fact, "node_id", None)
+    return Subject(cycle, node_id)
+
+
+def _exit(one: WorkerExit) -> str:
+    how = one.signal or f"exit {one.exit_code}"
+    by_us = " (stopped by agent)" if one.stopped_by_agent else ""
+    return f"local rank {one.local_rank}: {how}{by_us}"
+
+
+def _failure(failure: Failure) -> str:
+    if failure.cause is Cause.WORKER_FAILED:
+        how = failure.signal or f"exit {failure.exit_code}"
+        return f"worker failed: {failure.node_id} local rank {failure.local_rank}, {how}"
+    where = f" {failure.node_id}" if failure.node_id is not None else ""
+    text = f": {failure.message}" if failure.message else ""
+    return f"{failure.cause.value.lower().replace('_', ' ')}{where}{text}"
+
+
+def tell(fact: Fact) -> str:
+    """A fact as one line."""
+    match fact:
+        case RunOpened():
+            shape = fact.shape
+            per_node = shape.workers_per_node
+            return f"run opened: {shape.min_nodes}:{shape.max_nodes} nodes, {per_node} workers each"
+        case RunReopened():
+            return "run reopened: budgets start anew"
+        case NodeJoined():
+            return f"node {fact.node.node_id} joined from {fact.node.address} (pid {fact.node.pid})"
+        case NodeLeft():
+            return f"node {fact.node_id} left: {fact.reason}"
+        case NodeStopped():
+            return f"the workers of node {fact.node_id}, which had left, are gone"
+        case NodeLost():
+            return f"node {fact.node_id} lost: {fact.reason}"
+        case WorldChosen():
+            names = [str(seat.node.node_id) for seat in fact.seats]
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            standbys = f"; {len(fact.standbys)} standby" if fact.standbys else ""
+            return f"cycle {fact.cycle}: world {', '.join(names[:MAX_NAMED])}{more}{standbys}"
+        case CycleRunning():
+            return f"cycle {fact.cycle} running"
+        case WorkersExited():
+            return f"cycle {fact.cycle}: workers of {fact.node_id} ended: {', '.join(map(_exit, fact.exits))}"
+        case CycleEnded():
+            return f"cycle {fact.cycle} ended: {_failure(fact.failure)}"
+        case CauseRevised():
+            return f"cycle {fact.cycle} had ended because of {_failure(fact.failure)}"
+        case RunClosed():
+            return f"run closed, {fact.state.value.lower()}: {fact.reason}"

@@ -1,0 +1,99 @@
+"""Logging that never blocks: one line per event, written by a thread of its own.
+
+A full pipe behind standard error must not stop heartbeats: when the queue is full, lines are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from nvrx.commandline import one_line
+
+MAX_QUEUED = 10_000
+FLUSH_WITHIN_S = 1.0
+STANDARD_ERROR = 2
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        text = one_line(record.getMessage())
+        if record.exc_info:
+            text += " | " + one_line(self.formatException(record.exc_info))
+        return f"{stamp}.{int(record.msecs):03d} {record.levelname.lower()} {record.name}: {text}"
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": one_line(record.getMessage()),
+        }
+        if record.exc_info:
+            values["exception"] = one_line(self.formatException(record.exc_info))
+        return json.dumps(values)
+
+
+class _Background(logging.Handler):
+    """Queues lines for a daemon thread that writes them to all given descriptors."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        super().__init__()
+        self._descriptors = descriptors
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._write, name="nvrx-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            note = f"({dropped} log lines were dropped: the reader of this log is too slow)\n" if dropped else ""
+            data = f"{note}{line}\n".encode("utf-8", "backslashreplace")
+            for descriptor in list(self._descriptors):
+                try:
+                    os.write(descriptor, data)
+                except OSError:
+                    # Closed, or its disk is full: the log is not worth the training that it tells of.
+                    self._descriptors.remove(descriptor)
+
+    def close(self) -> None:
+        super().close()
+        try:
+            self._lines.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(FLUSH_WITHIN_S)
+
+
+def start(level: str, form: str, file: Path | None = None) -> None:
+    """Send the log to standard error and, if given, append it to `file`. Raises OSError if that cannot be opened."""
+    descriptors = [STANDARD_ERROR]
+    if file is not None:
+        descriptors.append(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+    handler = _Background(descriptors)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def finish() -> None:
+    """Write out what is queued, for at most FLUSH_WITHIN_S."""
+    for handler in logging.getLogger().handlers:
+        handler.close()

@@ -1,0 +1,1 @@
+"""proto <-> core, both ways: the only package that knows both. Decides nothing."""

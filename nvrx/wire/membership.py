@@ -1,0 +1,245 @@
+"""Joining and heartbeats, both ways. Refuses what cannot be read; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nvrx.core.commands import CycleExits, Join
+from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL, Device, Endpoint, NodeInfo, WorkerExit
+from nvrx.core.ids import ArrayRank, CycleNumber, DomainId, GroupId, GroupRank, Incarnation, LocalRank, NodeId, RunId
+from nvrx.core.presence import AgentPhase
+from nvrx.core.ranks import Action, Assignment, Desired, first_rank
+from nvrx.core.refused import Reason, Refused
+from nvrx.core.shape import Settings, SettingsWish, Shape
+from nvrx.core.topology import OrderSource
+from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2
+
+from .units import duration, seconds
+
+WIRE_VERSION = 1
+MAX_REPORTS = 4096
+_SIGNAL_NAME = 32
+
+
+def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
+    """What an agent sends to join."""
+    node, shape, wish = command.node, command.shape, command.wish
+    request = join_pb2.JoinRequest(
+        run_id=run_id,
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        address=node.address,
+        pid=node.pid,
+        version=node.version,
+        shape=shape_message(shape),
+        settings=common_pb2.Settings(max_restarts=wish.max_restarts, max_replacements=wish.max_replacements),
+        order_sources={source.value: text for source, text in node.order_sources.items()},
+        array_rank=node.array_rank,
+        replacement_group_id=node.replacement_group_id or "",
+        domain_id=node.domain_id or "",
+        fingerprint=shape.fingerprint,
+        devices=[device_message(one) for one in node.devices],
+        restart_count=node.restart_count,
+        last_cycle=node.last_cycle,
+        wire_version=WIRE_VERSION,
+        reopen=command.reopen,
+    )
+    if wish.join_timeout_s is not None:
+        request.settings.join_timeout.CopyFrom(duration(wish.join_timeout_s))
+    if wish.last_call_s is not None:
+        request.settings.last_call.CopyFrom(duration(wish.last_call_s))
+    return request
+
+
+def join_command(request: join_pb2.JoinRequest) -> Join:
+    """What a node asks for. Raises Refused where a field cannot be read."""
+    theirs = request.wire_version if request.HasField("wire_version") else 1
+    if theirs != WIRE_VERSION:
+        raise Refused(
+            Reason.WIRE_VERSION_MISMATCH,
+            f"the agent (nvrx {request.version[:64]!a}) speaks wire version {theirs}, this coordinator "
+            f"{WIRE_VERSION}; install the same major version on both sides",
+            {"agent_wire_version": str(theirs), "coordinator_wire_version": str(WIRE_VERSION)},
+        )
+    shape = Shape(
+        request.shape.min_nodes,
+        request.shape.max_nodes,
+        request.shape.workers_per_node,
+        request.shape.checkpoint_path,
+        dict(request.fingerprint),
+    )
+    asked = request.settings
+    wish = SettingsWish(
+        max_restarts=asked.max_restarts if asked.HasField("max_restarts") else None,
+        max_replacements=asked.max_replacements if asked.HasField("max_replacements") else None,
+        join_timeout_s=seconds(asked.join_timeout) if asked.HasField("join_timeout") else None,
+        last_call_s=seconds(asked.last_call) if asked.HasField("last_call") else None,
+    )
+    return Join(_node_info(request), shape, wish, request.reopen)
+
+
+def _node_info(request: join_pb2.JoinRequest) -> NodeInfo:
+    known = {source.value: source for source in OrderSource}
+    sources = {known[name]: text for name, text in request.order_sources.items() if name in known}
+    sources.setdefault(OrderSource.NODE_ID, request.node_id)
+    return NodeInfo(
+        node_id=NodeId(request.node_id),
+        incarnation=Incarnation(request.incarnation),
+        address=request.address,
+        pid=request.pid,
+        version=request.version[:64],
+        order_sources=sources,
+        array_rank=ArrayRank(request.array_rank) if request.HasField("array_rank") else None,
+        replacement_group_id=GroupId(request.replacement_group_id) if request.replacement_group_id else None,
+        domain_id=DomainId(request.domain_id) if request.domain_id else None,
+        devices=tuple(_device(one) for one in request.devices[:1024]),
+        restart_count=request.restart_count,
+        last_cycle=CycleNumber(request.last_cycle) if request.HasField("last_cycle") else None,
+    )
+
+
+def shape_message(shape: Shape) -> common_pb2.Shape:
+    """The shape on the wire, without its fingerprint."""
+    return common_pb2.Shape(
+        min_nodes=shape.min_nodes,
+        max_nodes=shape.max_nodes,
+        workers_per_node=shape.workers_per_node,
+        checkpoint_path=shape.checkpoint_path,
+    )
+
+
+def settings_message(settings: Settings) -> common_pb2.Settings:
+    """The settings that a run has."""
+    return common_pb2.Settings(
+        max_restarts=settings.max_restarts,
+        max_replacements=settings.max_replacements,
+        join_timeout=duration(settings.join_timeout_s),
+        last_call=duration(settings.last_call_s),
+    )
+
+
+def _device(message: common_pb2.Device) -> Device:
+    numa = message.numa_node if message.HasField("numa_node") else None
+    return Device(LocalRank(message.local_rank), message.uuid[:128], message.pci_bus_id[:128], numa)
+
+
+def device_message(device: Device) -> common_pb2.Device:
+    return common_pb2.Device(
+        local_rank=device.local_rank, uuid=device.uuid, pci_bus_id=device.pci_bus_id, numa_node=device.numa_node
+    )
+
+
+def phase_of(request: heartbeat_pb2.HeartbeatRequest) -> AgentPhase:
+    """The phase that an agent reports; one from a later version counts as idle."""
+    if request.phase not in common_pb2.AgentPhase.values():
+        return AgentPhase.IDLE
+    name = common_pb2.AgentPhase.Name(request.phase).removeprefix("AGENT_PHASE_")
+    return AgentPhase(name) if name in AgentPhase.__members__ else AgentPhase.IDLE
+
+
+def cycle_exits(request: heartbeat_pb2.HeartbeatRequest) -> tuple[CycleExits, ...]:
+    """The workers' ends in a heartbeat, by cycle. Reports of running workers say nothing that is kept."""
+    by_cycle: dict[CycleNumber, list[WorkerExit]] = {}
+    for told in request.workers[:MAX_REPORTS]:
+        if told.outcome == common_pb2.WORKER_OUTCOME_UNSPECIFIED:
+            continue
+        by_cycle.setdefault(CycleNumber(told.cycle), []).append(
+            WorkerExit(
+                local_rank=LocalRank(told.local_rank),
+                exit_code=told.exit_code if told.HasField("exit_code") else None,
+                signal=told.signal[:_SIGNAL_NAME],
+                message=told.message[:MAX_MESSAGE],
+                stopped_by_agent=told.stopped_by_agent,
+                stderr_tail=told.stderr_tail[-MAX_STDERR_TAIL:].decode("utf-8", "replace"),
+            )
+        )
+    return tuple(CycleExits(cycle, tuple(exits)) for cycle, exits in by_cycle.items())
+
+
+def _outcome_of(one: WorkerExit) -> common_pb2.WorkerOutcome.ValueType:
+    if one.succeeded:
+        return common_pb2.WORKER_OUTCOME_SUCCEEDED
+    return common_pb2.WORKER_OUTCOME_STOPPED_BY_AGENT if one.stopped_by_agent else common_pb2.WORKER_OUTCOME_FAILED
+
+
+def worker_reports(cycle: CycleNumber, exits: Iterable[WorkerExit]) -> list[heartbeat_pb2.WorkerReport]:
+    """How an agent tells that workers ended."""
+    return [
+        heartbeat_pb2.WorkerReport(
+            cycle=cycle,
+            local_rank=one.local_rank,
+            outcome=_outcome_of(one),
+            exit_code=one.exit_code,
+            signal=one.signal,
+            message=one.message,
+            stopped_by_agent=one.stopped_by_agent,
+            stderr_tail=one.stderr_tail.encode(),
+        )
+        for one in exits
+    ]
+
+
+def phase_value(phase: AgentPhase) -> common_pb2.AgentPhase.ValueType:
+    return common_pb2.AgentPhase.Value(f"AGENT_PHASE_{phase.value}")
+
+
+def desired_message(desired: Desired) -> heartbeat_pb2.DesiredState:
+    """What a node is told to do."""
+    message = heartbeat_pb2.DesiredState(
+        action=_action_value(desired.action),
+        cycle=desired.cycle,
+        reason=desired.reason,
+        exit_code=desired.exit_code,
+    )
+    given = desired.assignment
+    if given is not None:
+        message.assignment.CopyFrom(
+            heartbeat_pb2.Assignment(
+                cycle=given.cycle,
+                group_rank=given.group_rank,
+                first_rank=first_rank(given.group_rank, given.workers_per_node),
+                world_size=given.world_size,
+                group_world_size=given.group_world_size,
+                workers_per_node=given.workers_per_node,
+                master_address=given.master.address if given.master is not None else "",
+                master_port=given.master.port if given.master is not None else 0,
+                max_restarts=given.max_restarts,
+                infra_rank=given.infra_rank,
+                replacement_group_id=given.replacement_group_id,
+            )
+        )
+    return message
+
+
+def _action_value(action: Action) -> common_pb2.DesiredAction.ValueType:
+    return common_pb2.DesiredAction.Value(f"DESIRED_ACTION_{action.value}")
+
+
+def desired_of(response: heartbeat_pb2.HeartbeatResponse) -> Desired | None:
+    """What this node is to do; None where the answer says nothing of it."""
+    if not response.HasField("desired") or not response.desired.action:
+        return None
+    told = response.desired
+    assignment = None
+    if told.HasField("assignment"):
+        given = told.assignment
+        master = Endpoint(given.master_address, given.master_port) if given.master_port else None
+        assignment = Assignment(
+            cycle=CycleNumber(given.cycle),
+            group_rank=GroupRank(given.group_rank),
+            world_size=given.world_size,
+            group_world_size=given.group_world_size,
+            workers_per_node=given.workers_per_node,
+            max_restarts=given.max_restarts,
+            infra_rank=given.infra_rank,
+            replacement_group_id=given.replacement_group_id,
+            master=master,
+        )
+    return Desired(
+        action=Action(common_pb2.DesiredAction.Name(told.action).removeprefix("DESIRED_ACTION_")),
+        cycle=CycleNumber(told.cycle) if told.HasField("cycle") else None,
+        assignment=assignment,
+        reason=told.reason,
+        exit_code=told.exit_code if told.HasField("exit_code") else None,
+        failed_cycle=CycleNumber(response.failed_cycle) if response.HasField("failed_cycle") else None,
+    )

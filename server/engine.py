@@ -1,0 +1,387 @@
+"""The engine: one task owns the state of all runs. Persist, then speak.
+
+Commands queue up; the engine drains the queue, decides each on a working copy, writes all facts in one durable
+transaction, and only then shows the new state, answers and publishes. A journal that cannot be written ends the
+engine: memory is never ahead of disk. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from nvrx.core.commands import Command, Join, Tick
+from nvrx.core.decide import decide, next_deadline, require_member
+from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
+from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
+from nvrx.core.join import check_join
+from nvrx.core.narrate import tell
+from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing
+from nvrx.core.ranks import Desired, desired
+from nvrx.core.refused import Reason, Refused
+from nvrx.core.run import Run, evolve
+from nvrx.core.world import Wait, next_world
+
+from .journals import Journal, Row
+
+log = logging.getLogger("nvrx.coord")
+
+MAX_RUNS = 1000
+MAX_WATCHED = 4096
+DEFAULT_RUN = RunId("default")
+_STALL_S = 0.25
+"""A timer later than this means that the coordinator itself was stalled."""
+
+
+class Session:
+    """An open heartbeat stream of one incarnation; `news` is set when there may be something to tell it."""
+
+    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation) -> None:
+        self.run_id = run_id
+        self.node_id = node_id
+        self.incarnation = incarnation
+        self.news = asyncio.Event()
+        self.news.set()
+        self.acknowledged = 0
+        self.is_superseded = False
+
+
+class Watch:
+    """A bounded queue of a run's new rows; `overflowed` once the watcher was too slow."""
+
+    def __init__(self, after: Revision) -> None:
+        self.after = after
+        self.rows: asyncio.Queue[Row | None] = asyncio.Queue(MAX_WATCHED)
+        self.overflowed = False
+
+    def put(self, row: Row | None) -> None:
+        try:
+            self.rows.put_nowait(row)
+        except asyncio.QueueFull:
+            self.overflowed = True
+
+
+@dataclass
+class Hosted:
+    """A run as the coordinator hosts it. `run` and `revision` are what is durable."""
+
+    run: Run
+    presence: Presence
+    clock_origin: float
+    revision: Revision = Revision(0)
+    sessions: dict[NodeId, Session] = field(default_factory=dict)
+    watches: set[Watch] = field(default_factory=set)
+    waiting: str = ""
+    session_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class _Pending:
+    """A command in the queue; `answer` is None for a Tick that nobody waits for."""
+
+    run_id: RunId
+    command: Command
+    answer: asyncio.Future[None] | None
+
+
+@dataclass
+class _Work:
+    """A working copy of what a batch changes, before it is durable."""
+
+    runs: dict[RunId, Run] = field(default_factory=dict)
+    opening: dict[RunId, Hosted] = field(default_factory=dict)
+    revisions: dict[RunId, Revision] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+
+class Engine:
+    """All runs of a coordinator. `clock` is monotonic, `wall` the time of day; both in seconds."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        timing: Timing,
+        store: StoreMode,
+        declared_run: RunId | None = None,
+    ) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._wall = wall
+        self.timing = timing
+        self._store = store
+        self.declared_run = declared_run
+        self.runs: dict[RunId, Hosted] = {}
+        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
+        self._writer = ThreadPoolExecutor(1, "nvrx-journal")
+        self._timer_at: float | None = None
+        self.closed = asyncio.Event()
+        """Set whenever a run closes."""
+
+    @property
+    def journal_id(self) -> JournalId:
+        return self._journal.journal_id
+
+    # ---- what is known ------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Take all runs from the journal; every known node gets a full lease to come back in (rule E5)."""
+        state: dict[RunId, tuple[Run, Revision]] = {}
+        for row in self._journal.load():
+            before = state.get(row.run_id)
+            state[row.run_id] = (evolve(before[0] if before else None, row.fact), row.revision)
+        for run_id, (run, revision) in state.items():
+            hosted = self._host(run, self._clock() - run.last_at)
+            hosted.revision = revision
+            members = [(one.info.node_id, one.info.incarnation) for one in run.live_members()]
+            hosted.presence.recover(members, run.last_at)
+            log.info("run %s resumed at revision %d with %d nodes", run_id, revision, len(members))
+
+    def _host(self, run: Run, clock_origin: float) -> Hosted:
+        hosted = Hosted(run, Presence(self.timing, self._store), clock_origin)
+        self.runs[run.run_id] = hosted
+        return hosted
+
+    def now(self, hosted: Hosted) -> float:
+        """The run's clock."""
+        return self._clock() - hosted.clock_origin
+
+    def resolve(self, run_id: str) -> RunId:
+        """The run that a node means; empty means the declared one, else `default` (rule A3)."""
+        if not run_id:
+            return self.declared_run or DEFAULT_RUN
+        if self.declared_run is not None and run_id != self.declared_run:
+            raise Refused(
+                Reason.UNKNOWN_RUN,
+                f"this coordinator serves run {self.declared_run} only, not {run_id[:128]!a}; correct --run-id or "
+                "--coordinator",
+                {"run_id": run_id, "served_run_id": self.declared_run},
+            )
+        return RunId(run_id)
+
+    def find(self, run_id: str) -> Hosted:
+        """The run meant by a request; empty means the only one there is. Raises Refused UNKNOWN_RUN."""
+        resolved = next(iter(self.runs)) if not run_id and len(self.runs) == 1 else self.resolve(run_id)
+        hosted = self.runs.get(resolved)
+        if hosted is None:
+            known = ", ".join(sorted(self.runs)[:8]) or "none"
+            raise Refused(
+                Reason.UNKNOWN_RUN,
+                f"there is no run {resolved[:128]!a} here; known runs: {known}",
+                {"run_id": resolved[:128]},
+            )
+        return hosted
+
+    def desired(self, session: Session) -> Desired:
+        """What a session's node is to do. Raises Refused once it is no longer a member."""
+        hosted = self.runs[session.run_id]
+        require_member(hosted.run, session.node_id, session.incarnation)
+        return desired(hosted.run, session.node_id, session.incarnation, hosted.waiting)
+
+    async def read_facts(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
+        """Rows of a run's journal, from revision `first` on."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._journal.read, run_id, first, limit)
+
+    # ---- sessions and watches -----------------------------------------------------------------------------
+
+    def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation) -> Session:
+        """A member's stream opened; an older stream of the same member is superseded. Raises Refused."""
+        hosted = self.find(run_id)
+        require_member(hosted.run, node_id, incarnation)
+        session = Session(hosted.run.run_id, node_id, incarnation)
+        older = hosted.sessions.get(node_id)
+        if older is not None:
+            older.is_superseded = True
+            older.news.set()
+        hosted.sessions[node_id] = session
+        now = self.now(hosted)
+        hosted.presence.joined(node_id, incarnation, now)
+        hosted.presence.connected(node_id, now)
+        self.nudge(session.run_id)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """A stream ended: the node's lease shrinks to the reconnect grace, unless a newer stream took over."""
+        hosted = self.runs[session.run_id]
+        hosted.session_ended.set()
+        if hosted.sessions.get(session.node_id) is not session:
+            return
+        del hosted.sessions[session.node_id]
+        hosted.presence.disconnected(session.node_id, session.incarnation, self.now(hosted))
+        self.nudge(session.run_id)
+
+    def heard(
+        self, session: Session, phase: AgentPhase, cycle: CycleNumber | None, store_ports: tuple[int, ...]
+    ) -> None:
+        """Renew a lease at once, not behind the journal."""
+        hosted = self.runs[session.run_id]
+        if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):
+            self.nudge(session.run_id)
+
+    def watch(self, hosted: Hosted) -> Watch:
+        """New rows of a run from now on. End it with `unwatch`."""
+        watch = Watch(hosted.revision)
+        hosted.watches.add(watch)
+        return watch
+
+    def unwatch(self, hosted: Hosted, watch: Watch) -> None:
+        hosted.watches.discard(watch)
+
+    # ---- commands -----------------------------------------------------------------------------------------
+
+    async def submit(self, run_id: RunId, command: Command) -> None:
+        """Have a command decided; returns once its facts are durable and published. Raises Refused."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Pending(run_id, command, answer))
+        await answer
+
+    def nudge(self, run_id: RunId) -> None:
+        """Have the run decided anew; nobody waits for the answer."""
+        self._queue.put_nowait(_Pending(run_id, Tick(), None))
+
+    async def serve(self) -> None:
+        """Decide until cancelled. Raises JournalError when facts can no longer be kept."""
+        for run_id in self.runs:
+            self.nudge(run_id)
+        while True:
+            await self._step(await self._next_batch())
+
+    async def _next_batch(self) -> list[_Pending]:
+        batch: list[_Pending] = []
+        delay = None if self._timer_at is None else max(0.0, self._timer_at - self._clock())
+        try:
+            async with asyncio.timeout(delay):
+                batch.append(await self._queue.get())
+        except TimeoutError:
+            pass
+        while not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+        self._bear_own_stall()
+        return batch
+
+    def _bear_own_stall(self) -> None:
+        late_s = 0.0 if self._timer_at is None else self._clock() - self._timer_at
+        if late_s > _STALL_S:
+            log.warning("the coordinator was stalled for %.1f s; all leases are extended by that", late_s)
+            for hosted in self.runs.values():
+                hosted.presence.extend(late_s)
+
+    async def _step(self, batch: list[_Pending]) -> None:
+        work = _Work()
+        answers: list[tuple[asyncio.Future[None], Refused | None]] = []
+        ticked = {one.run_id for one in batch if one.answer is None} if batch else set(self.runs)
+        for pending in batch:
+            if pending.answer is None:
+                continue
+            try:
+                self._decide(pending.run_id, pending.command, work)
+                answers.append((pending.answer, None))
+            except Refused as refused:
+                answers.append((pending.answer, refused))
+        for run_id in ticked & self.runs.keys():
+            self._decide(run_id, Tick(), work)
+        if work.rows:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.append, work.rows)
+        self._show(work, ticked)
+        for answer, refusal in answers:
+            if answer.cancelled():
+                continue
+            if refusal is None:
+                answer.set_result(None)
+            else:
+                answer.set_exception(refusal)
+        self._arm()
+
+    def _decide(self, run_id: RunId, command: Command, work: _Work) -> None:
+        facts: list[Fact] = []
+        hosted = self.runs.get(run_id) or work.opening.get(run_id)
+        if hosted is None:
+            hosted, opened = self._open(run_id, command)
+            facts.append(opened)
+        run = work.runs.get(run_id, hosted.run)
+        now = self.now(hosted)
+        facts += decide(run, hosted.presence, command, now)
+        if run_id not in self.runs:
+            work.opening[run_id] = hosted
+        time = self._wall()
+        revision = work.revisions.get(run_id, hosted.revision)
+        for fact in facts:
+            stamped = dataclasses.replace(fact, time=time)
+            run = evolve(run, stamped)
+            revision = Revision(revision + 1)
+            work.rows.append(Row(run_id, revision, stamped))
+            self._note_presence(hosted, stamped, now)
+        work.runs[run_id] = run
+        work.revisions[run_id] = revision
+
+    def _open(self, run_id: RunId, command: Command) -> tuple[Hosted, RunOpened]:
+        """The first Join of an id opens a run (rule A3). Raises Refused, and then there is none."""
+        if not isinstance(command, Join):
+            raise Refused(Reason.UNKNOWN_RUN, f"there is no run {run_id[:128]!a} here", {"run_id": run_id[:128]})
+        problem = name_problem("run id", run_id)
+        if problem is not None:
+            raise Refused(Reason.INVALID_FIELD, problem, {"run_id": ascii(run_id[:128])})
+        if len(self.runs) >= MAX_RUNS:
+            raise Refused(Reason.LIMIT_EXCEEDED, f"this coordinator keeps at most {MAX_RUNS} runs", {})
+        opened = RunOpened(0.0, run_id, command.shape, check_join(command))
+        hosted = Hosted(evolve(None, opened), Presence(self.timing, self._store), self._clock())
+        return hosted, opened
+
+    def _note_presence(self, hosted: Hosted, fact: Fact, now: float) -> None:
+        if isinstance(fact, NodeJoined):
+            hosted.presence.joined(fact.node.node_id, fact.node.incarnation, now)
+        elif isinstance(fact, NodeLeft | NodeLost):
+            hosted.presence.forget(fact.node_id)
+
+    def _show(self, work: _Work, ticked: set[RunId]) -> None:
+        """Make durable state visible, and wake those whom it concerns."""
+        self.runs.update(work.opening)
+        for run_id, run in work.runs.items():
+            self.runs[run_id].run = run
+            self.runs[run_id].revision = work.revisions[run_id]
+        for row in work.rows:
+            log.info("run %s: %s", row.run_id, tell(row.fact))
+            for watch in self.runs[row.run_id].watches:
+                watch.put(row)
+        changed = {row.run_id for row in work.rows}
+        for run_id in changed | (ticked & self.runs.keys()):
+            self._explain(self.runs[run_id])
+        for run_id in changed:
+            hosted = self.runs[run_id]
+            for session in hosted.sessions.values():
+                session.news.set()
+            if not hosted.run.is_open:
+                self.closed.set()
+                for watch in hosted.watches:
+                    watch.put(None)
+
+    def _explain(self, hosted: Hosted) -> None:
+        """Keep the one sentence that says why nothing runs; log it when it changes."""
+        run = hosted.run
+        waiting = ""
+        if run.is_open and (run.cycle is None or not run.cycle.is_live):
+            found = next_world(run, hosted.presence, self.now(hosted))
+            waiting = found.reason if isinstance(found, Wait) else ""
+        if waiting and waiting != hosted.waiting:
+            log.info("run %s: waiting: %s", run.run_id, waiting)
+        hosted.waiting = waiting
+
+    def _arm(self) -> None:
+        """One timer: when the earliest run has to be looked at again."""
+        times = [
+            hosted.clock_origin + deadline
+            for hosted in self.runs.values()
+            if (deadline := next_deadline(hosted.run, hosted.presence, self.now(hosted))) is not None
+        ]
+        self._timer_at = min(times) if times else None
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._writer.shutdown(wait=True)
+        self._journal.close()

@@ -1,0 +1,1 @@
+"""The gRPC services: decode, submit, encode. No rules."""

@@ -1,0 +1,120 @@
+"""HeartbeatService: health and workers' ends come up, the desired state goes down, over one stream per node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+
+from nvrx.core.commands import Report
+from nvrx.core.ids import CycleNumber, Incarnation, NodeId
+from nvrx.core.refused import Reason, Refused
+from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
+from nvrx.wire import membership
+from nvrx.wire.units import duration
+
+from ..engine import Engine, Session
+from .answering import Context, refuse
+
+MAX_STORE_PORTS = 16
+
+
+class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
+    """Hears nodes and tells them what to do. `closing` is set when the coordinator goes down (rule E7)."""
+
+    def __init__(self, engine: Engine, closing: asyncio.Event) -> None:
+        self._engine = engine
+        self._closing = closing
+        self._sessions: set[Session] = set()
+
+    def close(self) -> None:
+        """Have every stream end with a reason that means: come back."""
+        self._closing.set()
+        for session in self._sessions:
+            session.news.set()
+
+    async def Heartbeat(  # type: ignore[override]  # writes to the context, so that its cleanup runs at once
+        self, request_iterator: object, context: Context
+    ) -> None:
+        try:
+            await self._talk(context)
+        except Refused as refused:
+            await refuse(context, refused)
+
+    async def _talk(self, context: Context) -> None:
+        first = await context.read()
+        if not isinstance(first, heartbeat_pb2.HeartbeatRequest):
+            return
+        engine = self._engine
+        session = engine.open_session(first.run_id, NodeId(first.node_id), Incarnation(first.incarnation))
+        self._sessions.add(session)
+        reading = asyncio.create_task(self._read(context, session, first))
+        try:
+            await self._write(context, session, reading)
+        finally:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError, Refused):
+                await reading
+            self._sessions.discard(session)
+            engine.close_session(session)
+
+    async def _read(self, context: Context, session: Session, first: heartbeat_pb2.HeartbeatRequest) -> None:
+        request: object = first
+        try:
+            while isinstance(request, heartbeat_pb2.HeartbeatRequest):
+                await self._take(session, request)
+                request = await context.read()
+        finally:
+            session.news.set()
+
+    async def _take(self, session: Session, request: heartbeat_pb2.HeartbeatRequest) -> None:
+        if (request.node_id, request.incarnation) != (session.node_id, session.incarnation):
+            raise Refused(
+                Reason.INVALID_FIELD,
+                f"a stream of node {session.node_id} carried a heartbeat of {request.node_id[:128]!a}; open one stream "
+                "per node",
+                {"node_id": session.node_id},
+            )
+        self._engine.heard(
+            session,
+            membership.phase_of(request),
+            CycleNumber(request.cycle) if request.HasField("cycle") else None,
+            tuple(port for port in request.store_ports[:MAX_STORE_PORTS] if 0 < port < 65536),
+        )
+        ended = membership.cycle_exits(request)
+        if ended:
+            await self._engine.submit(session.run_id, Report(session.node_id, session.incarnation, ended))
+        session.acknowledged = max(session.acknowledged, request.sequence)
+        session.news.set()
+
+    async def _write(self, context: Context, session: Session, reading: asyncio.Task[None]) -> None:
+        while True:
+            await session.news.wait()
+            session.news.clear()
+            if reading.done():
+                reading.result()
+                return
+            if self._closing.is_set():
+                raise Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; come back to it", {})
+            if session.is_superseded:
+                raise Refused(
+                    Reason.STALE_INCARNATION,
+                    f"a newer stream of node {session.node_id} took over",
+                    {"node_id": session.node_id},
+                )
+            await context.write(self._response(session))
+
+    def _response(self, session: Session) -> heartbeat_pb2.HeartbeatResponse:
+        engine = self._engine
+        desired = engine.desired(session)
+        return heartbeat_pb2.HeartbeatResponse(
+            revision=engine.runs[session.run_id].revision,
+            journal_id=engine.journal_id,
+            term=1,
+            desired=membership.desired_message(desired),
+            lease_ttl=duration(engine.timing.lease_ttl_s),
+            heartbeat_interval=duration(engine.timing.heartbeat_interval_s),
+            acknowledged=session.acknowledged,
+            failed_cycle=desired.failed_cycle,
+        )
