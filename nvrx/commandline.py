@@ -39,7 +39,7 @@ def option(name: str, **settings: Any) -> Callable[[Decorated], Decorated]:
     return click.option(*spellings, bare.replace("-", "_"), **settings)
 
 
-class EndpointType(click.ParamType):
+class EndpointType(click.ParamType[HostPort]):
     """HOST:PORT, [IPV6]:PORT."""
 
     name = "HOST:PORT"
@@ -53,7 +53,7 @@ class EndpointType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class Seconds(click.ParamType):
+class Seconds(click.ParamType[float]):
     """A length of time in seconds, not negative."""
 
     name = "SECONDS"
