@@ -9,7 +9,7 @@ from statistics import median
 
 from .measure import Recovery
 
-_LABEL_WIDTH = 52
+_LABEL_WIDTH = 55
 _CELL_WIDTH = 25
 
 

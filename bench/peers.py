@@ -96,8 +96,8 @@ class Floor(Peer):
 class Torchrun(Peer):
     name = "torchrun"
     note = (
-        "torchrun: c10d rendezvous, --monitor-interval 0.1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without "
-        "which it fails on torch 2.13: restarted ranks read dead ranks' addresses from the shared store"
+        "torchrun: c10d rendezvous, --monitor-interval 0.1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
+        "it, torch 2.13 did not recover in 60 s: new ranks read dead ranks' addresses from the shared store"
     )
 
     def start(self) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from bench.measure import LAYOUTS, QUIET_BEFORE_KILL_S, Kill, Recovery, measure
 from bench.peers import PEERS
 
 DEFAULT_TIMEOUT_S = 120.0
+_NOTE_WIDTH = 110
 _CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not named in the time module
 
 
@@ -157,7 +159,8 @@ def print_report(
     print(figures.table(results, peers, kill), end="\n\n")
     if len(peers) > 1:
         print(figures.comparisons(results, peers, kill), end="\n\n")
-    print("\n".join(f"- {line}" for line in notes(facts, kill, peers, results)))
+    for line in notes(facts, kill, peers, results):
+        print(textwrap.fill(f"- {line}", _NOTE_WIDTH, subsequent_indent="  "))
 
 
 def write_json(
