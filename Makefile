@@ -6,6 +6,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format protos bench clean
@@ -50,7 +51,7 @@ protos: .venv-protos/.installed  ## generate nvrx/v1 from protos/nvrx/v1
 	.venv-protos/bin/python protos/generate.py nvrx/v1
 
 bench: $(VENV)/.installed  ## time recovery beside torchrun
-	$(PY) bench/recovery.py
+	$(PY) bench/recovery.py $(BENCH_ARGS)
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info

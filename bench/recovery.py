@@ -1,0 +1,211 @@
+"""Times the recovery of a training job after a kill: nvrx, torchrun and the floor side by side.
+
+Peers take turns, every repetition is a fresh job; repetitions that failed are counted, not hidden.
+The parts: hostnames, processes, marks, worker, floor, peers, measure, figures; here the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a file: the repository's root is not on the path
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import figures, hostnames, processes
+from bench.measure import LAYOUTS, QUIET_BEFORE_KILL_S, Kill, Recovery, measure
+from bench.peers import PEERS
+
+DEFAULT_TIMEOUT_S = 120.0
+_NOTE_WIDTH = 110
+_CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not named in the time module
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--reps", type=int, default=10, help="repetitions per peer (default %(default)s)")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--kill",
+        choices=list(LAYOUTS),
+        default="worker",
+        help="worker: 4 nodes x 2, one worker dies; agent: 3 nodes x 2 and a standby, a node's processes die",
+    )
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="per wait")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single figure there")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where jobs keep logs and the journal")
+    parser.add_argument("--keep", action="store_true", help="keep the work directory")
+    options = parser.parse_args(argv)
+    options.peers = options.peers.split(",")
+    if unknown := [name for name in options.peers if name not in PEERS]:
+        parser.error(f"unknown peers {unknown}; there are {list(PEERS)}")
+    if options.reps < 1:
+        parser.error("--reps must be at least 1")
+    return options
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def commit() -> str:
+    """Of the repository that is measured; "unknown" in a copy without its history."""
+    argv = ["git", "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(argv, cwd=processes.REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return result.stdout.strip()
+
+
+def conditions(options: argparse.Namespace, names_problem: str | None) -> dict[str, object]:
+    return {
+        "kill": options.kill,
+        "reps": options.reps,
+        "layout": asdict(LAYOUTS[options.kill]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": package_version("torch"),
+        "commit": commit(),
+        "host_names": f"as set up here ({names_problem})" if names_problem else "files only",
+        "file_clock_resolution_s": time.clock_getres(_CLOCK_REALTIME_COARSE),
+    }
+
+
+def headline(facts: dict[str, object], kill: Kill) -> str:
+    layout = LAYOUTS[kill]
+    what = "one worker" if kill == "worker" else "a node (its launcher or agent, and its workers)"
+    standby = f" and {layout.standby_nodes} standby" if layout.standby_nodes else ""
+    world = f"{layout.active_nodes} nodes x {layout.workers_per_node} workers{standby}"
+    software = ", ".join(f"{name} {facts[name]}" for name in ("kernel", "python", "torch", "commit"))
+    return "\n".join(
+        [
+            f"Recovery after SIGKILL of {what}; {world}, gloo, all on one machine",
+            f"{facts['cores']} cores, {software}; host names: {facts['host_names']}",
+            f"{facts['reps']} repetitions each, peers in turn, a fresh job each time, killed "
+            f"{QUIET_BEFORE_KILL_S:.0f} s after its first all_reduce",
+        ]
+    )
+
+
+def notes(
+    facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]
+) -> list[str]:
+    imports = f"{LAYOUTS[kill].world_size} cold imports of torch on {facts['cores']} cores"
+    loads = [r.load_before for r in results]
+    lines = [PEERS[name].note for name in peers]
+    lines.append(f"the first all_reduce comes after {imports}, the same for all peers")
+    if "nvrx" in peers:
+        lines.append(
+            "new map: when the last agent's rank map file was written, by its file time against that of a "
+            "file written once the pidfd was readable; "
+            f"within {facts['file_clock_resolution_s']} s (the file system's clock)"
+        )
+    if kill == "agent":
+        lines.append(
+            "a killed process closes its connections; a machine that goes silent does not: it is missed when "
+            "its lease is over (nvrx) or its keep-alives fail (torchrun, which needs them in both cases)"
+        )
+    lines.append(f"load average when a job was started: {min(loads):.1f}-{max(loads):.1f}")
+    return lines
+
+
+def run_all(options: argparse.Namespace, scratch: Path) -> list[Recovery]:
+    """Each round starts with another peer, so that none always runs on what another left behind."""
+    results: list[Recovery] = []
+    for rep in range(options.reps):
+        turn = rep % len(options.peers)
+        for name in options.peers[turn:] + options.peers[:turn]:
+            directory = scratch / f"{name}-{rep}"
+            result = measure(PEERS[name], options.kill, rep, directory, options.timeout, say)
+            results.append(result)
+            say(f"{name} {rep + 1}: {one_line(result, options.kill, directory)}")
+    return results
+
+
+def one_line(result: Recovery, kill: Kill, directory: Path) -> str:
+    if result.failure:
+        return f"NOT RECOVERED: {result.failure}; logs in {directory}"
+    found = {measure.key: measure.value(result) for measure in figures.measures(kill)}
+    return ", ".join(f"{key} {value:.3f}" for key, value in found.items() if value is not None)
+
+
+def print_report(
+    facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]
+) -> None:
+    print(headline(facts, kill), end="\n\n")
+    print(figures.table(results, peers, kill), end="\n\n")
+    if len(peers) > 1:
+        print(figures.comparisons(results, peers, kill), end="\n\n")
+    for line in notes(facts, kill, peers, results):
+        print(textwrap.fill(f"- {line}", _NOTE_WIDTH, subsequent_indent="  "))
+
+
+def write_json(
+    file: Path, facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]
+) -> None:
+    report = {
+        "conditions": facts,
+        "summary": figures.summary(results, peers, kill),
+        "recoveries": [asdict(result) for result in results],
+    }
+    file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def end_on_sigterm(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    signal.signal(signal.SIGTERM, end_on_sigterm)  # the default would leave the running job behind
+    processes.become_subreaper()
+    if options.work_dir:
+        options.work_dir.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="nvrx-bench-", dir=options.work_dir))
+    keep_logs = options.keep
+    try:
+        names_problem = hostnames.use_files_only(scratch)
+        if names_problem:
+            say(f"host names stay as set up here ({names_problem}): figures may hold reverse look-ups")
+        facts = conditions(options, names_problem)
+        results = run_all(options, scratch)
+        failed = any(result.failure for result in results)
+        keep_logs = keep_logs or failed
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+        processes.kill_descendants()
+        if not keep_logs:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    print_report(facts, options.kill, options.peers, results)
+    if options.json:
+        write_json(options.json, facts, options.kill, options.peers, results)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
