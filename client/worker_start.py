@@ -1,0 +1,126 @@
+"""Starts one worker so that it is the command itself: its pid, its signals, its exit code; and words an end.
+
+Must not know: cycles, the agent, the protocol, asyncio, or anything outside the standard library.
+Only for a single-threaded process (the supervisor): code runs between fork and exec.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .processes import set_parent_death_signal
+
+# What a shell answers for a command it cannot find, or cannot run.
+_NOT_FOUND = 127
+_NOT_RUNNABLE = 126
+_LOG_MODE = 0o644
+_RESETTABLE_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    argv: list[bytes]
+    env: dict[bytes, bytes]
+    cwd: bytes
+    stdout_path: bytes
+    stderr_path: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended: one of `exit_code` and `signal` is None."""
+
+    exit_code: int | None
+    signal: int | None
+    message: str
+
+
+def start_worker(command: Command) -> subprocess.Popen[bytes] | NotStarted:
+    """Start it in a process group of its own, with its output going straight into the files.
+
+    No pipe lies between: output costs nothing here, never blocks, and an exit is seen whatever children of
+    the worker keep open.
+    """
+    with contextlib.ExitStack() as files:
+        try:
+            stdout_fd = _open_log(command.stdout_path, files)
+            stderr_fd = _open_log(command.stderr_path, files)
+        except (OSError, ValueError) as error:
+            return NotStarted(_NOT_RUNNABLE, f"cannot open a log file: {error}")
+        try:
+            return subprocess.Popen(
+                command.argv,
+                env=command.env,
+                cwd=command.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout_fd,
+                stderr=stderr_fd,
+                close_fds=True,
+                process_group=0,
+                preexec_fn=_before_exec(os.getpid()),
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            return _not_started(command, error)
+
+
+def _open_log(path: bytes, files: contextlib.ExitStack) -> int:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY, _LOG_MODE)
+    files.callback(os.close, fd)
+    return fd
+
+
+def _before_exec(supervisor_pid: int) -> Callable[[], None]:
+    def prepare() -> None:
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != supervisor_pid:  # it died before we asked to be told
+            os._exit(_NOT_RUNNABLE)
+        # The supervisor ignores what a terminal sends; an ignored signal would stay ignored past exec.
+        for signo in _RESETTABLE_SIGNALS:
+            signal.signal(signo, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+    return prepare
+
+
+def _not_started(command: Command, error: Exception) -> NotStarted:
+    program = os.fsdecode(command.argv[0]) if command.argv else "the command"
+    if not isinstance(error, OSError) or error.errno is None:
+        return NotStarted(_NOT_RUNNABLE, f"{program}: {error}")
+    if not os.path.isdir(command.cwd):
+        return NotStarted(_NOT_RUNNABLE, f"working directory {os.fsdecode(command.cwd)}: not found")
+    match error.errno:
+        case errno.ENOENT if os.path.exists(os.path.join(command.cwd, command.argv[0])):
+            return NotStarted(_NOT_FOUND, f"{program}: the interpreter that it names is not found")
+        case errno.ENOENT | errno.ENOTDIR:
+            return NotStarted(_NOT_FOUND, f"{program}: not found")
+        case errno.EACCES:
+            return NotStarted(_NOT_RUNNABLE, f"{program}: permission denied")
+        case number:
+            return NotStarted(_NOT_RUNNABLE, f"{program}: {os.strerror(number)}")
+
+
+def describe_end(wait_status: int) -> Ended:
+    """From what `waitpid` returns."""
+    code = os.waitstatus_to_exitcode(wait_status)
+    if code >= 0:
+        return Ended(exit_code=code, signal=None, message=f"exit code {code}")
+    core = " (core dumped)" if os.WCOREDUMP(wait_status) else ""
+    return Ended(exit_code=None, signal=-code, message=f"{signal_name(-code)}{core}")
+
+
+def signal_name(signo: int) -> str:
+    """`SIGSEGV`, or `signal 40`: real-time signals have no names."""
+    try:
+        return signal.Signals(signo).name
+    except ValueError:
+        return f"signal {signo}"
