@@ -50,9 +50,7 @@ class Record:
 
     def __init__(self, runtime_dir: bytes, key: str, identity: dict[str, Any]) -> None:
         if not _KEY.fullmatch(key):
-            raise RecordError(
-                f"{key!r} cannot name a file: letters, digits, '.', '_' and '-' only, at most 200"
-            )
+            raise RecordError(f"{key!r} cannot name a file: letters, digits, '.', '_' and '-' only, at most 200")
         own = read_stat(os.getpid())
         assert own is not None
         self._own = own.id

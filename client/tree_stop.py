@@ -84,9 +84,7 @@ class TreeStop:
         if self._stuck_said_s is not None and now_s - self._stuck_said_s < _STUCK_AGAIN_S:
             return []
         left = {stat.id for stat in descendants(os.getpid())}
-        pids = sorted(
-            id.pid for id, at_s in self._killed_at_s.items() if id in left and now_s - at_s >= _STUCK_AFTER_S
-        )
+        pids = sorted(id.pid for id, at_s in self._killed_at_s.items() if id in left and now_s - at_s >= _STUCK_AFTER_S)
         if pids:
             self._stuck_said_s = now_s
         return pids

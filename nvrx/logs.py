@@ -51,6 +51,7 @@ class _Background(logging.Handler):
         self._descriptors = descriptors
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._dropped = 0
+        self.files: set[Path] = set()
         self._thread = threading.Thread(target=self._write, name="nvrx-log", daemon=True)
         self._thread.start()
 
@@ -72,6 +73,9 @@ class _Background(logging.Handler):
                     # Closed, or its disk is full: the log is not worth the training that it tells of.
                     self._descriptors.remove(descriptor)
 
+    def add(self, descriptor: int) -> None:
+        self._descriptors.append(descriptor)
+
     def close(self) -> None:
         super().close()
         try:
@@ -81,16 +85,21 @@ class _Background(logging.Handler):
         self._thread.join(FLUSH_WITHIN_S)
 
 
-def start(level: str, form: str, file: Path | None = None) -> None:
-    """Send the log to standard error and, if given, append it to `file`. Raises OSError if that cannot be opened."""
-    descriptors = [STANDARD_ERROR]
-    if file is not None:
-        descriptors.append(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-    handler = _Background(descriptors)
+def start(level: str, form: str) -> None:
+    """Send the log to standard error."""
+    handler = _Background([STANDARD_ERROR])
     handler.setFormatter(_Json() if form == "json" else _Text())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def add_file(path: Path) -> None:
+    """Append the log to a file as well, once. Raises OSError if it cannot be opened."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Background) and path not in handler.files:
+            handler.files.add(path)
+            handler.add(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
 
 
 def finish() -> None:

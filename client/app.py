@@ -1,0 +1,414 @@
+"""The agent as a process: supervisor, coordinator and the pure machine put together.
+
+What is observed goes into `nvrx.core.agent.step`; the deeds that come out are done here. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import uuid
+from dataclasses import dataclass
+
+from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
+from nvrx.core import agent as machine
+from nvrx.core.commands import Join
+from nvrx.core.facts import NodeInfo, WorkerExit
+from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank, RunId
+from nvrx.core.ranks import Action, Assignment, Desired, global_rank
+from nvrx.core.refused import Refused
+from nvrx.logs import add_file
+from nvrx.wire.text import to_json
+
+from .config import NodeConfig
+from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
+from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
+from .store_ports import StorePorts
+from .supervisor_link import (
+    Event,
+    Exited,
+    Gone,
+    Identity,
+    Spawned,
+    SpawnRefused,
+    Stuck,
+    SupervisorDied,
+    SupervisorError,
+    SupervisorLink,
+    Waiting,
+    WorkerSpec,
+)
+from .worker_environment import Place, WorkerPaths, worker_environment
+from .worker_files import WorkerFiles, write_whole
+from .worker_start import signal_name
+
+log = logging.getLogger("nvrx.node")
+
+LAST_WORDS_WITHIN_S = 2.0
+"""How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
+
+
+@dataclass
+class _Life:
+    """One incarnation's membership."""
+
+    command: Join
+    joined: Joined
+    files: WorkerFiles
+    conversation: Conversation
+
+
+class NodeAgent:
+    """Runs one node's share of a run, from joining to the exit code."""
+
+    def __init__(self, config: NodeConfig, coordinator: Coordinator, link: SupervisorLink, version: str) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._link = link
+        self._version = version
+        self._agent = machine.Agent()
+        self._ports = StorePorts()
+        self._life: _Life | None = None
+        self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = asyncio.get_running_loop().create_future()
+        self._fetched: set[tuple[str, CycleNumber]] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+        self._signal: machine.SignalReceived | None = None
+        self._signalled = asyncio.Event()
+        self._stopping_supervisor = False
+
+    # ---- the run of it ------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Join, work, and return the exit code. Raises Failed with one line where it cannot go on."""
+        self._catch_signals()
+        listening = asyncio.create_task(self._hear_supervisor(), name="supervisor events")
+        try:
+            while True:
+                ending = await self._live()
+                if isinstance(ending, machine.Exit):
+                    return ending.code
+                log.warning("joining anew: %s", ending.reason)
+        finally:
+            listening.cancel()
+            self._ports.close()
+            await self._link.close(grace_s=self._config.options.stop_grace_s)
+
+    async def _live(self) -> machine.Exit | machine.Rejoin:
+        """One incarnation, from joining to its end."""
+        admitted = await self._join()
+        if admitted is None:
+            assert self._signal is not None
+            return machine.Exit(machine.SIGNALLED + self._signal.number, f"received {self._signal.name}")
+        joined, command = admitted
+        files = WorkerFiles(self._config.options.log_dir, joined.run_id, command.node.node_id)
+        self._open_log(files)
+        conversation = Conversation(
+            self._coordinator,
+            joined,
+            command,
+            self._config.options.coordinator_grace_s,
+            self._actual,
+            lambda wanted: self._on_desired(wanted),
+        )
+        self._life = _Life(command, joined, files, conversation)
+        self._ending = asyncio.get_running_loop().create_future()
+        log.info("joined run %s as %s through %s", joined.run_id, command.node.node_id, self._coordinator.endpoint)
+        talking = asyncio.create_task(self._talk(conversation), name="conversation")
+        if self._signal is not None:
+            self._observe(self._signal)
+        try:
+            ending = await self._ending
+            if isinstance(ending, machine.Exit):
+                await self._say_last_words(conversation)
+            return ending
+        finally:
+            talking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await talking
+
+    async def _join(self) -> tuple[Joined, Join] | None:
+        """None where a signal came first."""
+        incarnation = Incarnation(uuid.uuid4().hex)
+        joining = asyncio.create_task(
+            admission(
+                self._coordinator,
+                self._config.run_id,
+                lambda address: self._command(incarnation, address),
+                self._config.options.advertise_addr,
+                self._config.options.join_timeout_s,
+            )
+        )
+        stopped = asyncio.create_task(self._signalled.wait())
+        try:
+            await asyncio.wait([joining, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                log.info("%s came before the coordinator answered", self._signal.name if self._signal else "a signal")
+                return None
+            return joining.result()
+        except GivenUp as error:
+            raise Failed(str(error), error.exit_code) from error
+        finally:
+            joining.cancel()
+            stopped.cancel()
+
+    def _command(self, incarnation: Incarnation, address: str) -> Join:
+        config = self._config
+        return Join(
+            NodeInfo(
+                node_id=config.node_id,
+                incarnation=incarnation,
+                address=address,
+                pid=os.getpid(),
+                version=self._version,
+                order_sources=config.order_sources,
+                array_rank=ArrayRank(config.array_rank) if config.array_rank is not None else None,
+                restart_count=config.restart_count,
+                last_cycle=self._agent.cycle,
+            ),
+            config.shape,
+            config.wish,
+            config.options.reopen,
+        )
+
+    def _open_log(self, files: WorkerFiles) -> None:
+        try:
+            add_file(files.agent_log)
+        except OSError as error:
+            raise Failed(
+                f"cannot write {files.directory}: {error.strerror}; give another --log-dir", EXIT_USAGE
+            ) from error
+
+    async def _talk(self, conversation: Conversation) -> None:
+        try:
+            await conversation.keep_up()
+        except ExpelledByCoordinator as error:
+            self._observe(machine.Expelled(str(error)))
+        except GraceOver as error:
+            self._observe(machine.CoordinatorGraceOver(str(error)))
+
+    async def _say_last_words(self, conversation: Conversation) -> None:
+        """Before the agent ends: have its reports kept and the failed map fetched, if that takes no time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_WITHIN_S):
+                await conversation.reports_kept()
+                while self._chores:
+                    await asyncio.wait(self._chores)
+
+    # ---- observations -------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._link.signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signal = machine.SignalReceived(int(number), number.name)
+        self._signalled.set()
+        log.warning("received %s", number.name)
+        if self._life is not None:
+            self._observe(self._signal)
+
+    def _actual(self) -> Actual:
+        return Actual(self._agent.phase, self._agent.cycle, self._ports.offer())
+
+    def _on_desired(self, wanted: Desired) -> None:
+        if wanted != self._agent.desired and wanted.action in {Action.WAIT, Action.STOP} and wanted.reason:
+            log.info("waiting: %s", wanted.reason)
+        if wanted.failed_cycle is not None:
+            self._fetch_failed_map(wanted.failed_cycle)
+        self._observe(machine.DesiredChanged(wanted))
+
+    async def _hear_supervisor(self) -> None:
+        while True:
+            self._on_supervisor(await self._link.events.get())
+
+    def _on_supervisor(self, event: Event) -> None:
+        match event:
+            case Spawned():
+                self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
+            case Exited():
+                self._observe(machine.WorkerEnded(CycleNumber(event.cycle), self._worker_exit(event)))
+            case Gone(cycle=None):
+                pass
+            case Gone():
+                self._observe(machine.TreeGone(CycleNumber(event.cycle or 0)))
+            case Waiting():
+                log.warning("waiting for the workers of an earlier agent of this node to end (%s)", event.holder_pid)
+            case Stuck():
+                log.error("processes %s survive SIGKILL; waiting for the kernel to end them", list(event.pids))
+            case SupervisorDied():
+                log.error("the supervisor ended (%s), and this node's workers with it", event.message)
+                self._finish(machine.Exit(EXIT_FAILED, "the supervisor ended"))
+
+    def _worker_exit(self, event: Exited) -> WorkerExit:
+        assert self._life is not None
+        workers = self._agent.workers
+        name = signal_name(event.signal) if event.signal is not None else ""
+        succeeded = event.exit_code == 0
+        message, tail = "", ""
+        if not succeeded and not event.stopped_by_agent and workers is not None:
+            rank = global_rank(
+                workers.assignment.group_rank, LocalRank(event.local_rank), workers.assignment.workers_per_node
+            )
+            words = self._life.files.last_words(CycleNumber(event.cycle), rank)
+            message, tail = words.message or _unusual(event), words.stderr_tail
+            log.error(
+                "cycle %d: rank %d (local rank %d) failed: %s%s",
+                event.cycle,
+                rank,
+                event.local_rank,
+                name or f"exit {event.exit_code}",
+                f": {message}" if message else "",
+            )
+        return WorkerExit(
+            LocalRank(event.local_rank),
+            event.exit_code,
+            name,
+            message,
+            event.stopped_by_agent and not succeeded,
+            tail,
+        )
+
+    def _observe(self, observed: machine.Observation) -> None:
+        before = self._agent.phase
+        taken = machine.step(self._agent, observed)
+        self._agent = taken.agent
+        for deed in taken.deeds:
+            self._do(deed)
+        if self._agent.phase is not before and self._life is not None:
+            self._life.conversation.changed()
+
+    # ---- deeds --------------------------------------------------------------------------------------------
+
+    def _do(self, deed: machine.Deed) -> None:
+        assert self._life is not None
+        match deed:
+            case machine.Spawn():
+                self._chore(self._spawn(self._life, deed.assignment))
+            case machine.Stop():
+                log.info("stopping the workers of cycle %s", self._agent.cycle)
+                self._link.stop(self._config.options.stop_grace_s)
+            case machine.Kill():
+                self._link.kill()
+            case machine.Report():
+                self._life.conversation.report(deed.cycle, deed.exits)
+            case machine.Leave():
+                self._chore(self._leave(self._life, deed))
+            case machine.Rejoin() | machine.Exit():
+                self._finish(deed)
+
+    def _finish(self, ending: machine.Exit | machine.Rejoin) -> None:
+        if isinstance(ending, machine.Exit):
+            level = logging.INFO if ending.code == 0 else logging.ERROR
+            log.log(level, "ending with exit code %d: %s", ending.code, ending.reason)
+        if not self._ending.done():
+            self._ending.set_result(ending)
+
+    def _chore(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _leave(self, life: _Life, deed: machine.Leave) -> None:
+        grace_s = self._config.options.stop_grace_s
+        try:
+            await self._coordinator.leave(life.joined.run_id, life.command, deed.reason, deed.workers_stopped, grace_s)
+        except (OutOfReach, Refused) as error:
+            log.warning("could not tell the coordinator that this node leaves: %s", error)
+
+    async def _spawn(self, life: _Life, given: Assignment) -> None:
+        if given.master is not None:
+            self._ports.use(given.master.port)
+            life.conversation.changed()
+        files = life.files
+        first = global_rank(given.group_rank, LocalRank(0), given.workers_per_node)
+        log.info(
+            "cycle %d: ranks %d-%d of %d (group rank %d of %d); output in %s",
+            given.cycle,
+            first,
+            first + given.workers_per_node - 1,
+            given.world_size,
+            given.group_rank,
+            given.group_world_size,
+            files.cycle(given.cycle),
+        )
+        try:
+            await self._link.spawn(given.cycle, self._specs(life, given))
+        except (SpawnRefused, SupervisorError) as error:
+            log.error("cannot start the workers of cycle %d: %s", given.cycle, error)
+            self._finish(machine.Exit(EXIT_FAILED, str(error)))
+            return
+        await self._write_map(life, given.cycle, failed=False)
+
+    def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
+        files, config = life.files, self._config
+        place = Place(life.joined.run_id, life.command.node.node_id, str(self._coordinator.endpoint))
+        failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
+        specs = []
+        for index in range(given.workers_per_node):
+            local_rank = LocalRank(index)
+            rank = global_rank(given.group_rank, local_rank, given.workers_per_node)
+            paths = WorkerPaths(
+                error_file=str(files.output(given.cycle, rank, "error.json")),
+                rank_map=str(files.rank_map(given.cycle)),
+                failed_rank_map=str(files.failed_rank_map(failed)) if failed is not None else None,
+            )
+            specs.append(
+                WorkerSpec(
+                    local_rank=index,
+                    argv=config.argv,
+                    env=worker_environment(config.environment, place, given, local_rank, paths),
+                    cwd=config.working_directory,
+                    stdout_path=str(files.output(given.cycle, rank, "out")),
+                    stderr_path=str(files.output(given.cycle, rank, "err")),
+                )
+            )
+        return specs
+
+    def _fetch_failed_map(self, cycle: CycleNumber) -> None:
+        life = self._life
+        if life is None or (life.joined.journal_id, cycle) in self._fetched:
+            return
+        self._fetched.add((life.joined.journal_id, cycle))
+        self._chore(self._write_map(life, cycle, failed=True))
+
+    async def _write_map(self, life: _Life, cycle: CycleNumber, *, failed: bool) -> None:
+        """Keep a cycle's map beside the logs (rule H3); never on the critical path."""
+        try:
+            message = await self._coordinator.rank_map(RunId(life.joined.run_id), cycle)
+            path = life.files.failed_rank_map(cycle) if failed else life.files.rank_map(cycle)
+            write_whole(path, to_json(message))
+        except (OutOfReach, Refused, OSError) as error:
+            log.warning("no rank map of cycle %d: %s", cycle, error)
+            if failed:
+                self._fetched.discard((life.joined.journal_id, cycle))
+            return
+        if failed:
+            log.info("rank map of ended cycle %d in %s", cycle, path)
+
+
+def _unusual(event: Exited) -> str:
+    """The supervisor's text where it says more than the exit code, as `x: not found`."""
+    return event.message if event.exit_code in {126, 127} and ": " in event.message else ""
+
+
+async def run_node(config: NodeConfig, version: str) -> int:
+    """Run an agent in this process; its exit code. Raises Failed."""
+    identity = Identity(config.run_id, config.node_id, uuid.uuid4().hex)
+    where = ",".join(str(one) for one in config.options.coordinators)
+    key = hashlib.sha256(f"{where}\0{config.run_id}\0{config.node_id}".encode()).hexdigest()[:32]
+    try:
+        link = await SupervisorLink.start(config.runtime_dir, key, identity, stop_grace_s=config.options.stop_grace_s)
+    except SupervisorError as error:
+        raise Failed(f"cannot start the supervisor of workers: {error}") from error
+    coordinator = Coordinator(config.options.coordinators, config.options.token)
+    try:
+        return await NodeAgent(config, coordinator, link, version).run()
+    finally:
+        await coordinator.close()

@@ -1,0 +1,36 @@
+"""`nvrx-node check`: what join would check, said line by line; nothing is joined or started."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from nvrx.channel import CHANNEL_OPTIONS, bearer
+
+from .config import NodeConfig
+from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S, describe
+
+
+async def check_node(config: NodeConfig) -> int:
+    """Print the node's place and reach each coordinator; 0, or 4 where none answers."""
+    shape = config.shape
+    print(f"node      {config.node_id}")
+    print(f"run       {config.run_id or '(the coordinator says)'}")
+    print(f"shape     {shape.min_nodes}:{shape.max_nodes} nodes, {shape.workers_per_node} workers each")
+    print(f"order     {', '.join(f'{source.value}={text}' for source, text in config.order_sources.items())}")
+    print(f"command   {' '.join(config.argv)}")
+    print(f"logs      {config.options.log_dir}")
+    reached = False
+    for endpoint in config.options.coordinators:
+        async with grpc.aio.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                await stub.Check(
+                    health_pb2.HealthCheckRequest(), timeout=RPC_TIMEOUT_S, metadata=bearer(config.options.token)
+                )
+            except grpc.aio.AioRpcError as error:
+                print(f"coordinator {endpoint} not reached: {describe(error)}")
+                continue
+        reached = True
+        print(f"coordinator {endpoint} answers")
+    return 0 if reached else EXIT_NEVER_REACHED

@@ -1,0 +1,238 @@
+"""`nvrx-node`: the command line of the agent. Reads options, hands them on; no rule stands here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+# gRPC's own lines on standard error are not for our users; what matters reaches them through our log.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+# The agent never forks while a channel is open, so gRPC's fork handlers have nothing to guard.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+import click
+
+from nvrx import logs
+from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, run
+from nvrx.core.endpoint import HostPort
+from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
+from nvrx.token import TokenError, read_token
+
+from .app import run_node
+from .check import check_node
+from .config import DEFAULT_COORDINATOR_GRACE_S, DEFAULT_STOP_GRACE_S, JoinOptions, resolve
+from .local_coordinator import with_local_coordinator
+
+PROGRAM = "nvrx-node"
+
+
+class _Endpoints(click.ParamType[tuple[HostPort, ...]]):
+    name = "HOST:PORT[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[HostPort, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(EndpointType().convert(one.strip(), param, ctx) for one in value.split(","))
+
+
+class _Nnodes(click.ParamType[Any]):
+    name = "MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return parse_nnodes(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+_NODE_OPTIONS = [
+    option(
+        "--coordinator",
+        type=_Endpoints(),
+        required=True,
+        help="Where nvrx-coord serve listens; several with commas. localhost:0 starts one for this node alone.",
+    ),
+    option(
+        "--run-id",
+        help="The run to join [default: Slurm's array job or job id, else the coordinator's run, else 'default'].",
+    ),
+    option(
+        "--nnodes",
+        type=_Nnodes(),
+        default="1",
+        show_default=True,
+        help="MIN:MAX nodes: MIN train, always; up to MAX - MIN stand by.",
+    ),
+    option("--nproc-per-node", default="1", show_default=True, help="Workers on this node: a number, or cpu."),
+    option("--node-id", help="Name of this node [default: SLURMD_NODENAME, else the host name]."),
+    option(
+        "--advertise-addr",
+        help="Address at which other nodes reach this one [default: the one this host uses towards the coordinator].",
+    ),
+    option(
+        "--max-restarts",
+        type=click.IntRange(0),
+        help=f"Cycles that failing workers may end before the run fails [default: {DEFAULT_MAX_RESTARTS}].",
+    ),
+    option(
+        "--max-replacements",
+        type=click.IntRange(0),
+        help="Cycles that lost nodes may end before the run fails [default: as capacity allows].",
+    ),
+    option(
+        "--join-timeout",
+        type=Seconds(),
+        help=f"How long to wait for the coordinator, and the run for its MIN nodes "
+        f"[default: {DEFAULT_JOIN_TIMEOUT_S:g}].",
+    ),
+    option(
+        "--last-call",
+        type=Seconds(),
+        help=f"How long the first cycle waits for MAX nodes once MIN are there [default: {DEFAULT_LAST_CALL_S:g}].",
+    ),
+    option(
+        "--stop-grace",
+        type=Seconds(),
+        default=DEFAULT_STOP_GRACE_S,
+        show_default=True,
+        help="Time between SIGTERM and SIGKILL for workers.",
+    ),
+    option(
+        "--coordinator-grace",
+        type=Seconds(),
+        default=DEFAULT_COORDINATOR_GRACE_S,
+        show_default=True,
+        help="How long workers run on while the coordinator is out of reach.",
+    ),
+    option("--checkpoint-path", default="", help="Where the run keeps its checkpoints; must be the same on all nodes."),
+    option(
+        "--log-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("nvrx-logs"),
+        show_default=True,
+        help="Workers' output, rank maps and the agent's log go below it.",
+    ),
+    option("--token-file", type=click.Path(path_type=Path), help="File with the coordinator's token."),
+    option("--reopen", is_flag=True, help="Begin the run's next life if it has ended."),
+    option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True),
+    option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
+]
+
+
+_JOIN_EPILOG = """\b
+Examples:
+  nvrx-node join --coordinator head:7700 --nnodes 6:8 --nproc-per-node 8 -- python train.py --lr 3e-4
+  nvrx-node join --coordinator localhost:0 --nproc-per-node 2 -- python train.py
+
+Every option is also read from NVRX_<OPTION>, as NVRX_RUN_ID; the command line wins.
+
+\b
+Exit codes: 0 run succeeded, 1 run failed, 2 usage, 3 refused by the coordinator,
+4 coordinator not reached or lost, 128+n ended by signal n.
+"""
+
+
+def _node_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for decorate in reversed(_NODE_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+@click.group(context_settings=HELP_SETTINGS)
+@click.version_option(package_name="nvrx", prog_name=PROGRAM)
+def nvrx_node() -> None:
+    """The agent of one node: joins a run, starts the node's workers, keeps them alive."""
+
+
+@nvrx_node.command(
+    options_metavar="--coordinator HOST:PORT [OPTIONS] -- COMMAND [ARG...]",
+    epilog=_JOIN_EPILOG,
+)
+@_node_options
+@click.argument("stray", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: Any) -> int:
+    """Join a run and work until it ends. COMMAND runs as given, without a shell."""
+    options = _options(given, worker_command, stray)
+    logs.start(given["log_level"], given["log_format"])
+    try:
+        resolve(options)
+        with with_local_coordinator(options) as found:
+            return asyncio.run(run_node(resolve(found), _version()))
+    finally:
+        logs.finish()
+
+
+@nvrx_node.command(options_metavar="--coordinator HOST:PORT [OPTIONS] [-- COMMAND [ARG...]]")
+@_node_options
+@click.argument("stray", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def check(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: Any) -> int:
+    """Make the checks of join, reach the coordinator, and start nothing."""
+    config = resolve(_options(given, worker_command or (sys.executable,), stray))
+    return asyncio.run(check_node(config))
+
+
+def _options(given: dict[str, Any], worker_command: tuple[str, ...], stray: tuple[str, ...]) -> JoinOptions:
+    if stray:
+        # A command without its "--" is the commonest slip: show the line as it was meant.
+        raise Failed(
+            f"{stray[0]!r} stands before --; the command must follow it: nvrx-node join [OPTIONS] -- "
+            f"{' '.join([*stray, *worker_command])}",
+            EXIT_USAGE,
+        )
+    if not worker_command:
+        raise Failed("no command to run; give it after --: nvrx-node join [OPTIONS] -- python train.py", EXIT_USAGE)
+    try:
+        token = read_token(given["token_file"]) if given["token_file"] is not None else None
+    except TokenError as error:
+        raise Failed(str(error), EXIT_USAGE) from error
+    return JoinOptions(
+        coordinators=given["coordinator"],
+        command=worker_command,
+        nnodes=given["nnodes"],
+        nproc_per_node=given["nproc_per_node"],
+        run_id=given["run_id"],
+        node_id=given["node_id"],
+        advertise_addr=given["advertise_addr"],
+        max_restarts=given["max_restarts"],
+        max_replacements=given["max_replacements"],
+        join_timeout_s=given["join_timeout"],
+        last_call_s=given["last_call"],
+        stop_grace_s=given["stop_grace"],
+        coordinator_grace_s=given["coordinator_grace"],
+        checkpoint_path=given["checkpoint_path"],
+        log_dir=given["log_dir"],
+        token=token,
+        reopen=given["reopen"],
+    )
+
+
+def _version() -> str:
+    try:
+        return version("nvrx")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """What stands before the first `--`, and what after it, untouched (rule G3)."""
+    if "--" not in arguments:
+        return list(arguments), ()
+    at = list(arguments).index("--")
+    return list(arguments[:at]), tuple(arguments[at + 1 :])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program `nvrx-node`."""
+    ours, worker_command = split_command(sys.argv[1:] if arguments is None else arguments)
+    return run(nvrx_node, PROGRAM, ours, obj=worker_command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

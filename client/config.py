@@ -1,0 +1,164 @@
+"""What an agent was asked to do: the one place that reads this process's environment and host.
+
+Checks what can be checked before anything is joined. Raises Failed with one line and the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvrx.commandline import EXIT_USAGE, Failed
+from nvrx.core.endpoint import HostPort
+from nvrx.core.ids import NodeId, name_problem
+from nvrx.core.shape import NodeCounts, SettingsWish, Shape
+from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources
+
+DEFAULT_STOP_GRACE_S = 15.0
+DEFAULT_COORDINATOR_GRACE_S = 600.0
+MAX_WIRE_INT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The command line of `nvrx-node join`, as given."""
+
+    coordinators: tuple[HostPort, ...]
+    command: tuple[str, ...]
+    nnodes: NodeCounts
+    nproc_per_node: str = "1"
+    run_id: str | None = None
+    node_id: str | None = None
+    advertise_addr: str | None = None
+    max_restarts: int | None = None
+    max_replacements: int | None = None
+    join_timeout_s: float | None = None
+    last_call_s: float | None = None
+    stop_grace_s: float = DEFAULT_STOP_GRACE_S
+    coordinator_grace_s: float = DEFAULT_COORDINATOR_GRACE_S
+    checkpoint_path: str = ""
+    log_dir: Path = Path("nvrx-logs")
+    token: str | None = None
+    reopen: bool = False
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """Everything an agent needs, checked. `run_id` is empty where the coordinator is to say it."""
+
+    options: JoinOptions
+    run_id: str
+    node_id: NodeId
+    shape: Shape
+    wish: SettingsWish
+    order_sources: Mapping[OrderSource, str]
+    array_rank: int | None
+    restart_count: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    working_directory: str
+    runtime_dir: Path
+
+
+def resolve(options: JoinOptions, environment: Mapping[str, str] | None = None) -> NodeConfig:
+    """Check the options against this machine and environment."""
+    env = dict(os.environ if environment is None else environment)
+    _refuse_local_coordinator_for_many(options)
+    node_id = options.node_id or env.get("SLURMD_NODENAME") or socket.gethostname()
+    run_id = options.run_id or env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID") or ""
+    for problem in (name_problem("--node-id", node_id), name_problem("--run-id", run_id) if run_id else None):
+        if problem is not None:
+            raise Failed(problem, EXIT_USAGE)
+    shape = Shape(
+        options.nnodes.min_nodes,
+        options.nnodes.max_nodes,
+        _workers_per_node(options.nproc_per_node),
+        options.checkpoint_path,
+    )
+    problem = shape.problem()
+    if problem is not None:
+        raise Failed(problem, EXIT_USAGE)
+    try:
+        sources = order_sources(env, socket.gethostname(), NodeId(node_id))
+        place = array_rank(env)
+    except BadVariable as error:
+        raise Failed(str(error), EXIT_USAGE) from error
+    return NodeConfig(
+        options=options,
+        run_id=run_id,
+        node_id=NodeId(node_id),
+        shape=shape,
+        wish=SettingsWish(
+            max_restarts=options.max_restarts,
+            max_replacements=options.max_replacements,
+            join_timeout_s=options.join_timeout_s,
+            last_call_s=options.last_call_s,
+        ),
+        order_sources=sources,
+        array_rank=place if place is not None and place <= MAX_WIRE_INT else None,
+        restart_count=_restart_count(env),
+        argv=_argv(options.command, env),
+        environment=env,
+        working_directory=_writable_log_dir(options.log_dir),
+        runtime_dir=Path(env.get("XDG_RUNTIME_DIR") or "/tmp") / f"nvrx-{os.getuid()}",
+    )
+
+
+def _refuse_local_coordinator_for_many(options: JoinOptions) -> None:
+    """A4: port 0 starts a coordinator for this node alone; with more nodes each would form a world of one."""
+    local = [one for one in options.coordinators if one.port == 0]
+    if not local:
+        return
+    if not local[0].is_loopback or len(options.coordinators) > 1:
+        raise Failed(f"--coordinator {local[0]} has port 0; give the port that nvrx-coord serve printed", EXIT_USAGE)
+    if options.nnodes.max_nodes > 1:
+        counts = f"{options.nnodes.min_nodes}:{options.nnodes.max_nodes}"
+        raise Failed(
+            f"--coordinator {local[0]} starts a coordinator for one node only, but --nnodes is {counts}; start "
+            "nvrx-coord serve on a host that all nodes reach, and give its HOST:PORT",
+            EXIT_USAGE,
+        )
+
+
+def _workers_per_node(text: str) -> int:
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise Failed(f"--nproc-per-node {text!a} is not a number from 1 up, nor cpu", EXIT_USAGE)
+    return int(text)
+
+
+def _restart_count(env: Mapping[str, str]) -> int:
+    text = env.get("SLURM_RESTART_COUNT", "").strip() or "0"
+    if not (text.isascii() and text.isdigit()) or int(text) > MAX_WIRE_INT:
+        raise Failed(f"SLURM_RESTART_COUNT={text[:64]!a} is not a number; unset it or correct it", EXIT_USAGE)
+    return int(text)
+
+
+def _argv(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """G3: the command as given; a Python script that is not executable runs with this Python."""
+    first = command[0]
+    if first.endswith(".py") and Path(first).is_file() and not os.access(first, os.X_OK):
+        return (sys.executable, *command)
+    if shutil.which(first, path=env.get("PATH", os.defpath)) is None:
+        why = "is not executable" if Path(first).is_file() else "not found"
+        raise Failed(f"{first}: {why}; give the command to run after --", EXIT_USAGE)
+    return tuple(command)
+
+
+def _writable_log_dir(log_dir: Path) -> str:
+    probe = log_dir / f".nvrx-write-{os.getpid()}"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        return os.getcwd()
+    except OSError as error:
+        raise Failed(
+            f"cannot write in the log directory {log_dir}: {error.strerror}; give another with --log-dir", EXIT_USAGE
+        ) from error

@@ -1,0 +1,216 @@
+"""The heartbeat stream: kept open, opened again after every break (rules E3, E4).
+
+Says what the agent is doing whenever that changes and at every interval; hands on what the coordinator wants.
+Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from nvrx.core.commands import Join
+from nvrx.core.facts import WorkerExit
+from nvrx.core.ids import CycleNumber
+from nvrx.core.presence import AgentPhase
+from nvrx.core.ranks import Desired
+from nvrx.core.refused import Reason
+from nvrx.errors import refused_from
+from nvrx.v1 import heartbeat_pb2
+from nvrx.wire import membership
+from nvrx.wire.units import seconds
+
+from .coordinator import SAY_EVERY_S, Coordinator, Joined, describe
+
+log = logging.getLogger("nvrx.node")
+
+RECONNECT_MOST_S = 1.0
+SILENCE_INTERVALS = 3.0
+SILENCE_LEAST_S = 3.0
+MAX_UNACKNOWLEDGED = 4096
+
+_EXPELLING = {Reason.STALE_INCARNATION, Reason.UNKNOWN_NODE, Reason.UNKNOWN_RUN}
+
+
+@dataclass(frozen=True)
+class Actual:
+    """What the agent is doing now."""
+
+    phase: AgentPhase
+    cycle: CycleNumber | None
+    store_ports: tuple[int, ...]
+
+
+@dataclass
+class _Unacknowledged:
+    """A report that the coordinator has not said to keep; `sequence` None until it is sent on this stream."""
+
+    cycle: CycleNumber
+    exits: tuple[WorkerExit, ...]
+    sequence: int | None = None
+
+
+class ExpelledByCoordinator(Exception):
+    """This incarnation is no member any more; the message says why."""
+
+
+class GraceOver(Exception):
+    """The coordinator was out of reach for longer than is borne."""
+
+
+class Conversation:
+    """One incarnation's talk with the coordinator. `actual` tells what the agent does, `on_desired` hears its wish."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        joined: Joined,
+        command: Join,
+        coordinator_grace_s: float,
+        actual: Callable[[], Actual],
+        on_desired: Callable[[Desired], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._joined = joined
+        self._command = command
+        self._grace_s = coordinator_grace_s
+        self._actual = actual
+        self._on_desired = on_desired
+        self._changed = asyncio.Event()
+        self._reports: list[_Unacknowledged] = []
+        self._sequence = 0
+        self._interval_s = joined.heartbeat_interval_s
+        self._lease_s = joined.lease_ttl_s
+        self._seen = (0, 0)
+        self._heard_at = time.monotonic()
+        self._reports_kept = asyncio.Event()
+        self._reports_kept.set()
+
+    def changed(self) -> None:
+        """There is something new to say: say it now."""
+        self._changed.set()
+
+    def report(self, cycle: CycleNumber, exits: tuple[WorkerExit, ...]) -> None:
+        """Tell that workers ended, again and again until the coordinator has kept it."""
+        self._reports.append(_Unacknowledged(cycle, exits))
+        del self._reports[:-MAX_UNACKNOWLEDGED]
+        self._reports_kept.clear()
+        self._changed.set()
+
+    async def reports_kept(self) -> None:
+        """Returns once the coordinator has kept every report."""
+        await self._reports_kept.wait()
+
+    async def keep_up(self) -> None:
+        """Talk for ever. Raises ExpelledByCoordinator or GraceOver."""
+        said_at = 0.0
+        delay = 0.0
+        self._heard_at = time.monotonic()
+        while True:
+            heard_before = self._heard_at
+            why = await self._talk()
+            away_s = time.monotonic() - self._heard_at
+            if away_s >= self._grace_s:
+                raise GraceOver(
+                    f"coordinator {self._coordinator.endpoint} out of reach for {away_s:.0f} s ({why}); gave up after "
+                    f"{self._grace_s:g} s (--coordinator-grace)"
+                )
+            if self._heard_at > heard_before:
+                delay = 0.0
+            if time.monotonic() - said_at >= SAY_EVERY_S:
+                said_at = time.monotonic()
+                log.warning("lost the coordinator %s: %s; workers run on", self._coordinator.endpoint, why)
+            await asyncio.sleep(min(delay, max(0.0, self._grace_s - away_s)))
+            most_s = min(RECONNECT_MOST_S, self._lease_s / 4)
+            delay = random.uniform(0.5, 1.0) * min(most_s, max(delay * 2, 0.05))
+            await self._coordinator.next_endpoint()
+
+    async def _talk(self) -> str:
+        """One stream, from its opening to its end; why it ended."""
+        for one in self._reports:
+            one.sequence = None
+        self._changed.set()
+        call = self._coordinator.heartbeats.Heartbeat(self._say(), metadata=self._coordinator.metadata)
+        try:
+            while True:
+                silence_s = max(SILENCE_LEAST_S, SILENCE_INTERVALS * self._interval_s)
+                async with asyncio.timeout(silence_s):
+                    response = await call.read()
+                if not isinstance(response, heartbeat_pb2.HeartbeatResponse):
+                    return await self._why_ended(call)
+                self._hear(response)
+        except TimeoutError:
+            return f"nothing heard for {silence_s:g} s"
+        except grpc.aio.AioRpcError as error:
+            return self._explain(error)
+        finally:
+            call.cancel()
+
+    async def _why_ended(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> str:
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            return "it ended the stream"
+        return self._explain(
+            grpc.aio.AioRpcError(
+                code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
+        )
+
+    def _explain(self, error: grpc.aio.AioRpcError) -> str:
+        refused = refused_from(error)
+        if refused is None:
+            return describe(error)
+        if refused.reason in _EXPELLING:
+            raise ExpelledByCoordinator(refused.message)
+        return refused.message
+
+    async def _say(self) -> AsyncIterator[heartbeat_pb2.HeartbeatRequest]:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+            self._changed.clear()
+            yield self._request()
+
+    def _request(self) -> heartbeat_pb2.HeartbeatRequest:
+        self._sequence += 1
+        actual = self._actual()
+        request = heartbeat_pb2.HeartbeatRequest(
+            run_id=self._joined.run_id,
+            node_id=self._command.node.node_id,
+            incarnation=self._command.node.incarnation,
+            sequence=self._sequence,
+            phase=membership.phase_value(actual.phase),
+            cycle=actual.cycle,
+            store_ports=actual.store_ports,
+        )
+        for one in self._reports:
+            if one.sequence is None:
+                one.sequence = self._sequence
+                request.workers.extend(membership.worker_reports(one.cycle, one.exits))
+        return request
+
+    def _hear(self, response: heartbeat_pb2.HeartbeatResponse) -> None:
+        self._heard_at = time.monotonic()
+        if response.journal_id != self._joined.journal_id:
+            raise ExpelledByCoordinator("the coordinator has another journal: it does not know this cycle")
+        at = (response.term, response.revision)
+        if at < self._seen:
+            return
+        self._seen = at
+        self._interval_s = seconds(response.heartbeat_interval) or self._interval_s
+        self._lease_s = seconds(response.lease_ttl) or self._lease_s
+        self._reports = [one for one in self._reports if one.sequence is None or one.sequence > response.acknowledged]
+        if not self._reports:
+            self._reports_kept.set()
+        wanted = membership.desired_of(response)
+        if wanted is not None:
+            self._on_desired(wanted)

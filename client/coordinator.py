@@ -1,0 +1,242 @@
+"""The agent's way to its coordinator: one channel, joins that are retried, calls that name what they wait for.
+
+Knows the wire and nothing of workers. Tries the given addresses in turn when one does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from nvrx.channel import CHANNEL_OPTIONS, bearer
+from nvrx.core.commands import Join
+from nvrx.core.endpoint import HostPort
+from nvrx.core.ids import CycleNumber, RunId
+from nvrx.core.presence import DEFAULT_LEASE_TTL_S
+from nvrx.core.refused import Reason, Refused
+from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S
+from nvrx.errors import refused_from
+from nvrx.v1 import (
+    common_pb2,
+    heartbeat_pb2_grpc,
+    join_pb2,
+    join_pb2_grpc,
+    rank_map_pb2,
+    rank_map_pb2_grpc,
+)
+from nvrx.wire import membership
+from nvrx.wire.units import duration
+
+log = logging.getLogger("nvrx.node")
+
+RPC_TIMEOUT_S = 5.0
+SAY_EVERY_S = 5.0
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 1.0
+FULL_RETRY_S = 2.0
+EXIT_REFUSED = 3
+EXIT_NEVER_REACHED = 4
+
+Answer = TypeVar("Answer")
+
+
+class GivenUp(Exception):
+    """The agent ends before it has become a member: one line, and its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class OutOfReach(Exception):
+    """A call got no answer; the message says what happened, without the endpoint."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a coordinator said on admitting this node."""
+
+    run_id: RunId
+    journal_id: str
+    lease_ttl_s: float
+    heartbeat_interval_s: float
+
+
+class Coordinator:
+    """The coordinator at one of `endpoints`."""
+
+    def __init__(self, endpoints: tuple[HostPort, ...], token: str | None) -> None:
+        self._endpoints = endpoints
+        self._index = 0
+        self.metadata = bearer(token)
+        self._channel = self._open()
+
+    @property
+    def endpoint(self) -> HostPort:
+        return self._endpoints[self._index]
+
+    def _open(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(str(self.endpoint), options=CHANNEL_OPTIONS)
+
+    async def next_endpoint(self) -> None:
+        """Turn to the next of several coordinators."""
+        if len(self._endpoints) > 1:
+            await self._channel.close()
+            self._index = (self._index + 1) % len(self._endpoints)
+            self._channel = self._open()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    @property
+    def heartbeats(self) -> heartbeat_pb2_grpc.HeartbeatServiceAsyncStub:
+        return heartbeat_pb2_grpc.HeartbeatServiceStub(self._channel)  # type: ignore[return-value]
+
+    async def local_address(self) -> str:
+        """The address that this host uses towards the coordinator. Raises OutOfReach where its name is unknown."""
+        target = self.endpoint
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port, type=socket.SOCK_DGRAM)
+        except socket.gaierror as error:
+            raise OutOfReach(f"cannot resolve {target.host}: {error.strerror}") from error
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                raise OutOfReach(f"no way to {target.host}: {error.strerror}") from error
+            return str(probe.getsockname()[0])
+
+    async def _call(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Raises Refused or OutOfReach."""
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as error:
+            refused = refused_from(error)
+            if refused is not None:
+                raise refused from error
+            raise OutOfReach(describe(error)) from error
+
+    async def join(self, run_id: str, command: Join) -> Joined:
+        """Ask once. Raises Refused or OutOfReach."""
+        stub: join_pb2_grpc.JoinServiceAsyncStub = join_pb2_grpc.JoinServiceStub(self._channel)  # type: ignore[assignment]
+        request = membership.join_request(RunId(run_id), command)
+        response = await self._call(lambda: stub.Join(request, timeout=RPC_TIMEOUT_S, metadata=self.metadata))
+        return Joined(
+            RunId(response.run_id),
+            response.journal_id,
+            response.lease_ttl.ToNanoseconds() / 1e9,
+            response.heartbeat_interval.ToNanoseconds() / 1e9,
+        )
+
+    async def leave(self, run_id: RunId, command: Join, reason: str, stopped: bool, stop_grace_s: float) -> None:
+        """Take this node out. Raises Refused or OutOfReach."""
+        stub: join_pb2_grpc.JoinServiceAsyncStub = join_pb2_grpc.JoinServiceStub(self._channel)  # type: ignore[assignment]
+        request = join_pb2.LeaveRequest(
+            run_id=run_id,
+            node_id=command.node.node_id,
+            incarnation=command.node.incarnation,
+            reason=reason,
+            workers_stopped=stopped,
+            stop_grace=duration(stop_grace_s),
+        )
+        await self._call(lambda: stub.Leave(request, timeout=RPC_TIMEOUT_S, metadata=self.metadata))
+
+    async def rank_map(self, run_id: RunId, cycle: CycleNumber) -> common_pb2.RankMap:
+        """A cycle's whole map, all pages joined. Raises Refused or OutOfReach."""
+        stub: rank_map_pb2_grpc.RankMapServiceAsyncStub = rank_map_pb2_grpc.RankMapServiceStub(self._channel)  # type: ignore[assignment]
+        whole: common_pb2.RankMap | None = None
+        token = ""
+        while whole is None or token:
+            request = rank_map_pb2.GetRankMapRequest(run_id=run_id, cycle=cycle, page_token=token)
+            page = await self._call(
+                lambda request=request: stub.GetRankMap(request, timeout=RPC_TIMEOUT_S, metadata=self.metadata)  # type: ignore[misc]
+            )
+            if whole is None:
+                whole = page.rank_map
+            else:
+                whole.nodes.extend(page.rank_map.nodes)
+            token = page.next_page_token
+        return whole
+
+
+def describe(error: grpc.aio.AioRpcError) -> str:
+    """Why a call got no answer, in words for a person."""
+    text = error.details() or ""
+    code = error.code()
+    if "resolution failed" in text.lower() or "domain name" in text.lower():
+        return "cannot resolve its name"
+    if "refused" in text.lower():
+        return "connection refused"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {RPC_TIMEOUT_S:g} s"
+    if code is grpc.StatusCode.UNAVAILABLE and not text:
+        return "unavailable"
+    return f"{code.name.lower().replace('_', ' ')}: {text[:200]}"
+
+
+async def admission(
+    coordinator: Coordinator,
+    run_id: str,
+    make_command: Callable[[str], Join],
+    advertised: str | None,
+    join_timeout_s: float | None,
+) -> tuple[Joined, Join]:
+    """Join, retrying what may pass. Raises GivenUp; cancel it to stop waiting.
+
+    `make_command` takes this node's address. A coordinator out of reach is waited for until the join timeout, a seat
+    still taken for two leases, a full run as long as it lives.
+    """
+    patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
+    began = time.monotonic()
+    taken_since: float | None = None
+    said = ""
+    said_at = 0.0
+    delay = RETRY_FIRST_S
+    while True:
+        try:
+            command = make_command(advertised or await coordinator.local_address())
+            return await coordinator.join(run_id, command), command
+        except OutOfReach as error:
+            waited = time.monotonic() - began
+            text = f"coordinator {coordinator.endpoint} not reached: {error}"
+            if waited >= patience_s:
+                raise GivenUp(
+                    f"{text}; gave up after {patience_s:g} s (--join-timeout); check --coordinator and that nvrx-coord "
+                    "serve is running there",
+                    EXIT_NEVER_REACHED,
+                ) from error
+            text += f"; trying again for at most {patience_s:g} s"
+            await coordinator.next_endpoint()
+            delay = min(delay * 1.5, RETRY_MOST_S, patience_s - waited)
+        except Refused as refused:
+            text = refused.message
+            delay = RETRY_MOST_S
+            if refused.reason is Reason.RUN_FULL:
+                began, delay = time.monotonic(), FULL_RETRY_S
+                text += "; waiting for a place as long as the run lives"
+            elif refused.reason in {Reason.NODE_ALREADY_JOINED, Reason.DUPLICATE_INFRA_RANK}:
+                taken_since = taken_since if taken_since is not None else time.monotonic()
+                if time.monotonic() - taken_since >= 2 * DEFAULT_LEASE_TTL_S:
+                    raise GivenUp(refused.message, EXIT_REFUSED) from refused
+                text += f"; trying again for {2 * DEFAULT_LEASE_TTL_S:g} s"
+            elif refused.reason is not Reason.SHUTTING_DOWN:
+                raise _final(refused) from refused
+        if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):
+            log.warning("%s", text)
+            said, said_at = text, time.monotonic()
+        await asyncio.sleep(delay * random.uniform(0.7, 1.0))
+
+
+def _final(refused: Refused) -> GivenUp:
+    if refused.reason is Reason.RUN_CLOSED:
+        return GivenUp(refused.message, int(refused.details.get("exit_code", "1")))
+    return GivenUp(refused.message, EXIT_REFUSED)

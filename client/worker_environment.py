@@ -1,0 +1,93 @@
+"""The environment of a worker (rule G1): torchrun's names and ours. Pure; inherited values of these are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nvrx.core.ids import GlobalRank, GroupId, LocalRank, NodeId, RunId
+from nvrx.core.ranks import Assignment, global_rank
+
+ROLE = "default"
+OURS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "NVRX_RUN_ID",
+    "NVRX_CYCLE",
+    "NVRX_NODE_ID",
+    "NVRX_INFRA_RANK",
+    "NVRX_REPLACEMENT_GROUP_ID",
+    "NVRX_RANK_MAP",
+    "NVRX_FAILED_RANK_MAP",
+    "NVRX_COORDINATOR",
+)
+
+
+@dataclass(frozen=True)
+class WorkerPaths:
+    """Files named to one worker; `failed_rank_map` is None where no cycle of this node has failed."""
+
+    error_file: str
+    rank_map: str
+    failed_rank_map: str | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The node that a worker belongs to."""
+
+    run_id: RunId
+    node_id: NodeId
+    coordinator: str
+
+
+def worker_environment(
+    inherited: Mapping[str, str], place: Place, given: Assignment, local_rank: LocalRank, paths: WorkerPaths
+) -> dict[str, str]:
+    """The whole environment of one worker."""
+    rank: GlobalRank = global_rank(given.group_rank, local_rank, given.workers_per_node)
+    env = {name: value for name, value in inherited.items() if name not in OURS}
+    env |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(given.world_size),
+        "LOCAL_WORLD_SIZE": str(given.workers_per_node),
+        "GROUP_RANK": str(given.group_rank),
+        "GROUP_WORLD_SIZE": str(given.group_world_size),
+        "ROLE_NAME": ROLE,
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(given.world_size),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(given.cycle),
+        "TORCHELASTIC_MAX_RESTARTS": str(given.max_restarts),
+        # Rank 0's worker hosts the store: torch must not expect one that the agent serves.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": paths.error_file,
+        "NVRX_RUN_ID": place.run_id,
+        "NVRX_CYCLE": str(given.cycle),
+        "NVRX_NODE_ID": place.node_id,
+        "NVRX_INFRA_RANK": str(given.infra_rank),
+        "NVRX_REPLACEMENT_GROUP_ID": str(GroupId(given.replacement_group_id)),
+        "NVRX_RANK_MAP": paths.rank_map,
+        "NVRX_COORDINATOR": place.coordinator,
+    }
+    if paths.failed_rank_map is not None:
+        env["NVRX_FAILED_RANK_MAP"] = paths.failed_rank_map
+    if given.master is not None:
+        env["MASTER_ADDR"] = given.master.address
+        env["MASTER_PORT"] = str(given.master.port)
+    if given.workers_per_node > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env

@@ -1,0 +1,167 @@
+"""`nvrx-coord`: the command line of the coordinator. Reads options, hands them on; no rule stands here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+# gRPC's own lines on standard error are not for our users; what matters reaches them through our log.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import click
+
+from nvrx import logs
+from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, run
+from nvrx.core.endpoint import HostPort
+from nvrx.core.ids import RunId, name_problem
+from nvrx.core.presence import (
+    DEFAULT_HEARTBEAT_INTERVAL_S,
+    DEFAULT_LEASE_TTL_S,
+    DEFAULT_RECONNECT_GRACE_S,
+    StoreMode,
+    Timing,
+)
+from nvrx.token import TokenError, read_token
+
+from .app import AddressTaken, ServeConfig, serve
+from .journals import JournalError, StateTaken
+from .views import VIEWS
+
+PROGRAM = "nvrx-coord"
+MEMORY = "memory"
+
+
+@click.group(context_settings=HELP_SETTINGS)
+@click.version_option(package_name="nvrx", prog_name=PROGRAM)
+def nvrx_coord() -> None:
+    """The coordinator: keeps training worlds alive, and remembers every cycle's rank map."""
+
+
+_SERVE_EPILOG = """\b
+Example:
+  nvrx-coord serve --listen 0.0.0.0:7700 --token-file token --state-dir /var/lib/nvrx
+
+Prints 'nvrx-coord listening on HOST:PORT' on standard output when ready.
+
+\b
+Exit codes: 0 ended as asked, 1 failure, 2 usage, or port or state directory taken.
+"""
+
+
+@nvrx_coord.command(
+    "serve",
+    epilog=_SERVE_EPILOG,
+)
+@option("--listen", type=EndpointType(), default="127.0.0.1:7700", show_default=True, help="Port 0 picks a free one.")
+@option(
+    "--state-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("nvrx-state"),
+    show_default=True,
+    help="Where the journal is kept.",
+)
+@option("--state", type=click.Choice([MEMORY]), help="memory: keep nothing on disk.")
+@option("--http", type=click.Choice(["off"]), default="off", show_default=True, help="This version has no page.")
+@option(
+    "--store",
+    type=click.Choice([one.value for one in StoreMode]),
+    default=StoreMode.RANK0.value,
+    show_default=True,
+    help="Who hosts the workers' TCPStore: rank 0's worker, or nobody (MASTER_ADDR and MASTER_PORT pass as they are).",
+)
+@option("--heartbeat-interval", type=Seconds(0.05), default=DEFAULT_HEARTBEAT_INTERVAL_S, show_default=True)
+@option(
+    "--lease-ttl",
+    type=Seconds(0.5),
+    default=DEFAULT_LEASE_TTL_S,
+    show_default=True,
+    help="How long a silent node stays a member.",
+)
+@option(
+    "--reconnect-grace",
+    type=Seconds(),
+    default=DEFAULT_RECONNECT_GRACE_S,
+    show_default=True,
+    help="How long a node whose stream broke stays a member.",
+)
+@option("--run-id", help="Serve this run only.")
+@option("--token-file", type=click.Path(path_type=Path), help="Require the token in this file for every call.")
+@option("--insecure", is_flag=True, help="Listen beyond loopback without a token.")
+@option("--once", is_flag=True, help="End with the run.")
+@option("--allow-network-state", is_flag=True, help="Keep the journal on a network file system all the same.")
+@option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True)
+def serve_command(**given: Any) -> int:
+    """Run the coordinator until SIGTERM."""
+    config = _serve_config(given)
+    logs.start(given["log_level"], given["log_format"])
+    try:
+        asyncio.run(serve(config, _version()))
+    except (StateTaken, AddressTaken) as error:
+        raise Failed(str(error), EXIT_USAGE) from error
+    except JournalError as error:
+        raise Failed(str(error)) from error
+    finally:
+        logs.finish()
+    return 0
+
+
+def _serve_config(given: dict[str, Any]) -> ServeConfig:
+    listen: HostPort = given["listen"]
+    timing = Timing(given["heartbeat_interval"], given["lease_ttl"], given["reconnect_grace"])
+    if timing.lease_ttl_s < 2 * timing.heartbeat_interval_s:
+        raise Failed(
+            f"--lease-ttl {timing.lease_ttl_s:g} is shorter than two heartbeats of {timing.heartbeat_interval_s:g} s; "
+            "give a longer lease or a shorter --heartbeat-interval",
+            EXIT_USAGE,
+        )
+    problem = name_problem("--run-id", given["run_id"]) if given["run_id"] else None
+    if problem is not None:
+        raise Failed(problem, EXIT_USAGE)
+    try:
+        token = read_token(given["token_file"]) if given["token_file"] is not None else None
+    except TokenError as error:
+        raise Failed(str(error), EXIT_USAGE) from error
+    if not listen.is_loopback and token is None:
+        if not given["insecure"]:
+            raise Failed(
+                f"--listen {listen} is reachable from other hosts and no token protects it; give --token-file, or "
+                "--insecure if everybody there may control the run",
+                EXIT_USAGE,
+            )
+        print(f"{PROGRAM}: --insecure: everybody who reaches {listen} may join and control runs", file=sys.stderr)
+    return ServeConfig(
+        listen=listen,
+        state_dir=None if given["state"] == MEMORY else given["state_dir"],
+        timing=timing,
+        store=StoreMode(given["store"]),
+        run_id=RunId(given["run_id"]) if given["run_id"] else None,
+        token=token,
+        once=given["once"],
+        allow_network_state=given["allow_network_state"],
+    )
+
+
+def _version() -> str:
+    try:
+        return version("nvrx")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+for view in VIEWS:
+    nvrx_coord.add_command(view)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program `nvrx-coord`."""
+    return run(nvrx_coord, PROGRAM, sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
