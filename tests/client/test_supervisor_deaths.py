@@ -11,6 +11,7 @@ from dataclasses import asdict
 import pytest
 
 from nvrx.client.processes import pid_space, read_stat
+from nvrx.client.supervisor_channel import encode
 from nvrx.client.supervisor_link import (
     Exited,
     Gone,
@@ -85,6 +86,23 @@ async def test_workers_end_with_a_killed_supervisor_and_the_next_one_ends_the_re
     assert alive(grandchild)
     new = await bench.link()
     await new.spawn(1, [bench.shell("exit 0")])
+    assert not alive(grandchild)
+
+
+@pytest.mark.rule("G4")
+@pytest.mark.parametrize(
+    ("data", "exit_code"), [(b"", 0), (b"\xff\xff\xff\xff", 0), (encode({"type": "nonsense"}), 70)]
+)
+async def test_nothing_outlives_a_broken_link(bench: Bench, data: bytes, exit_code: int) -> None:
+    """An agent that hangs up while it lives, one that talks nonsense, and a bug in the supervisor itself."""
+    link = await bench.link()
+    tree = "setsid sleep 1000 & echo $! > $LINES; " + FOREVER
+    spawned = await link.spawn(0, [bench.shell(tree)])
+    [grandchild] = await bench.lines.next_pids(1)
+    link._writer.write(data)
+    link._writer.write_eof()
+    assert await next_event(link, SupervisorDied) == SupervisorDied(f"exit code {exit_code}")
+    assert not alive(spawned.workers[0].pid)
     assert not alive(grandchild)
 
 
