@@ -35,10 +35,10 @@ async def test_a_signal_reaches_only_the_process_that_was_seen(handles: bool) ->
     assert not send(stat.id)
 
 
-@pytest.mark.parametrize("pid", [-1, 0, 1, os.getpid()])
-def test_never_signals_everybody_init_or_itself(pid: int) -> None:
-    with pytest.raises(AssertionError, match="refusing"):
-        send_signals(ProcessId(pid, 0), signal.SIGTERM)
+def test_never_signals_everybody_init_or_itself() -> None:
+    for pid in (-1, 0, 1, os.getpid()):
+        with pytest.raises(AssertionError, match="refusing"):
+            send_signals(ProcessId(pid, 0), signal.SIGTERM)
 
 
 def test_knows_which_signals_are_handled() -> None:
