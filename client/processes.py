@@ -138,25 +138,37 @@ def descendants(
     return list(found.values())
 
 
-def send_signals(target: ProcessId, *signos: int) -> bool:
+def _open_handle(pid: int) -> int | None:
+    """None where the kernel (before 5.3), a sandbox or a full descriptor table refuses one."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def send_signals(
+    target: ProcessId, *signos: int, open_handle: Callable[[int], int | None] = _open_handle
+) -> bool:
     """Send to this very process, never to one that took over its pid. False when it is gone or not ours."""
     if target.pid <= 1 or target.pid == os.getpid():
         raise AssertionError(f"refusing to signal pid {target.pid}")
-    try:
-        handle = os.pidfd_open(target.pid)
-    except ProcessLookupError:
-        return False
+    handle = open_handle(target.pid)
     try:
         # The handle is pinned to one process; the start time says that it is the one that was seen.
+        # Without a handle a pid would have to go round within microseconds.
         stat = read_stat(target.pid)
         if stat is None or stat.id != target:
             return False
         for signo in signos:
-            signal.pidfd_send_signal(handle, signo)
+            if handle is None:
+                os.kill(target.pid, signo)
+            else:
+                signal.pidfd_send_signal(handle, signo)
     except (ProcessLookupError, PermissionError):  # ended, or became another user's (setuid)
         return False
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
     return True
 
 

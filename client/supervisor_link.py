@@ -214,7 +214,7 @@ class SupervisorLink:
         """End the supervisor, and before it whatever still runs; returns when both are gone."""
         self._closing = True
         self._send({"type": "close", "grace_s": grace_s})
-        await self._reading
+        await asyncio.shield(self._reading)  # a cancelled close still hears the end
 
     # --- below
 

@@ -1,6 +1,7 @@
-"""An agent to be killed: starts a supervisor and the workers it is told, says their pids, then waits for ever."""
+"""An agent to be killed: starts a supervisor and the workers it is told, says their pids, then waits."""
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -9,19 +10,21 @@ import sys
 from nvrx.client.supervisor_link import Identity, SupervisorLink, WorkerSpec
 
 
+def start_holder_of_all_descriptors() -> int:
+    """As a library that forks would do: the socket stays open past our end."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that listed the folder
+            os.set_inheritable(fd, True)
+    return subprocess.Popen(["sleep", "100"], close_fds=False).pid
+
+
 async def main() -> None:
     order = json.loads(sys.argv[1])
     link = await SupervisorLink.start(order["runtime_dir"], order["key"], Identity("run", "node", "1"))
     spawned = await link.spawn(0, [WorkerSpec(**worker) for worker in order["workers"]])
     told = {"supervisor_pid": link.pid, "worker_pids": [worker.pid for worker in spawned.workers]}
     if order["leak_descriptors"]:
-        # As a library that forks would: the socket stays open past our end.
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            try:
-                os.set_inheritable(fd, True)
-            except OSError:
-                continue  # the one that listed the folder
-        told["leaking_pid"] = subprocess.Popen(["sleep", "100"], close_fds=False).pid
+        told["leaking_pid"] = start_holder_of_all_descriptors()
     print(json.dumps(told), flush=True)
     await asyncio.Event().wait()
 

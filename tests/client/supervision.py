@@ -11,7 +11,9 @@ from typing import TypeVar
 from nvrx.client.processes import is_running, read_stat
 from nvrx.client.supervisor_link import Event, Identity, SupervisorLink, WorkerSpec
 
+ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30.0
+FOREVER = "while :; do sleep 100 & wait; done"  # a shell that acts on signals at once
 T = TypeVar("T", bound=Event)
 
 
