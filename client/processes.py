@@ -146,9 +146,7 @@ def _open_handle(pid: int) -> int | None:
         return None
 
 
-def send_signals(
-    target: ProcessId, *signos: int, open_handle: Callable[[int], int | None] = _open_handle
-) -> bool:
+def send_signals(target: ProcessId, *signos: int, open_handle: Callable[[int], int | None] = _open_handle) -> bool:
     """Send to this very process, never to one that took over its pid. False when it is gone or not ours."""
     if target.pid <= 1 or target.pid == os.getpid():
         raise AssertionError(f"refusing to signal pid {target.pid}")

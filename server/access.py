@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
@@ -14,7 +14,9 @@ from nvrx.errors import to_status
 
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]
+# Generic in its stubs only.
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]]
 
 
 class RequireToken(grpc.aio.ServerInterceptor):
@@ -25,7 +27,7 @@ class RequireToken(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> _Handler | None:
         if handler_call_details.method.startswith(_OPEN_TO_ALL):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
@@ -35,7 +37,7 @@ class RequireToken(grpc.aio.ServerInterceptor):
         return _refusing(await continuation(handler_call_details), given != "")
 
 
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any] | None, has_token: bool) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(handler: _Handler | None, has_token: bool) -> _Handler:
     what = "the token is not the one this coordinator was started with" if has_token else "no token came with the call"
     refused = Refused(Reason.BAD_TOKEN, f"{what}; give the coordinator's token with --token-file", {})
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import Endpoint, Failure, Placed, Seat, WorkerExit
+from .facts import Cause, Endpoint, Failure, Placed, Seat, WorkerExit
 from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from .run import Cycle, Member, Run, SeatState
 
@@ -59,7 +59,7 @@ class Desired:
     reason: str = ""
     exit_code: int | None = None
     failed_cycle: CycleNumber | None = None
-    """The latest ended cycle that this node took part in."""
+    """The latest cycle that ended in failure, if this node took part in it."""
 
 
 def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -> Desired:
@@ -82,7 +82,7 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
 
 def _failed_cycle(run: Run, node_id: NodeId) -> CycleNumber | None:
     for cycle in reversed(run.cycles[-2:]):
-        if not cycle.is_live:
+        if cycle.failure is not None and cycle.failure.cause is not Cause.SUCCEEDED:
             return cycle.number if node_id in cycle.seat_of else None
     return None
 

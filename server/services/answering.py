@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -24,7 +24,7 @@ MAX_PAGE_BYTES = 3 * 1024 * 1024
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 Row = TypeVar("Row", bound=Message)
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 async def refuse(context: Context, refused: Refused) -> None:
