@@ -23,9 +23,7 @@ def free_port() -> int:
         return port
 
 
-def start_all(
-    nodes: int, workers_per_node: int, cycle: int, argv: Sequence[str]
-) -> list[subprocess.Popen[bytes]]:
+def start_all(nodes: int, workers_per_node: int, cycle: int, argv: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     world_size = nodes * workers_per_node
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [

@@ -91,9 +91,7 @@ class MarkBox:
         self._socket.close()
         self.path.unlink(missing_ok=True)
 
-    def wait_for_world(
-        self, world_size: int, since_s: float, deadline_s: float, processes: Mapping[int, str]
-    ) -> World:
+    def wait_for_world(self, world_size: int, since_s: float, deadline_s: float, processes: Mapping[int, str]) -> World:
         """The first world whose workers all started after `since_s` and did an all_reduce.
 
         An all_reduce needs all ranks, so the newest mark of each rank is of one and the same world.

@@ -104,9 +104,7 @@ class _Seen:
         )
 
 
-def _run(
-    peer: Peer, kill: Kill, marks: MarkBox, timeout_s: float, seen: _Seen, say: Callable[[str], None]
-) -> None:
+def _run(peer: Peer, kill: Kill, marks: MarkBox, timeout_s: float, seen: _Seen, say: Callable[[str], None]) -> None:
     world_size = peer.layout.world_size
     started_s = monotonic_s()
     peer.start()

@@ -29,9 +29,7 @@ def become_subreaper() -> None:
         raise OSError(errno, f"prctl: {os.strerror(errno)}")
 
 
-def start(
-    argv: Sequence[str], env: Mapping[str, str], log: Path, stdout: int | None = None
-) -> subprocess.Popen[bytes]:
+def start(argv: Sequence[str], env: Mapping[str, str], log: Path, stdout: int | None = None) -> subprocess.Popen[bytes]:
     """Start in a session of its own, so that Ctrl-C reaches this program only; output goes to the log."""
     with log.open("ab") as file:
         out: IO[bytes] | int = file if stdout is None else stdout

@@ -110,9 +110,7 @@ def headline(facts: dict[str, object], kill: Kill) -> str:
     )
 
 
-def notes(
-    facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]
-) -> list[str]:
+def notes(facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]) -> list[str]:
     imports = f"{LAYOUTS[kill].world_size} cold imports of torch on {facts['cores']} cores"
     loads = [r.load_before for r in results]
     lines = [PEERS[name].note for name in peers]
@@ -152,9 +150,7 @@ def one_line(result: Recovery, kill: Kill, directory: Path) -> str:
     return ", ".join(f"{key} {value:.3f}" for key, value in found.items() if value is not None)
 
 
-def print_report(
-    facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]
-) -> None:
+def print_report(facts: dict[str, object], kill: Kill, peers: Sequence[str], results: Sequence[Recovery]) -> None:
     print(headline(facts, kill), end="\n\n")
     print(figures.table(results, peers, kill), end="\n\n")
     if len(peers) > 1:

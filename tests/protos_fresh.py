@@ -15,9 +15,7 @@ CHECKED_IN = ROOT / "nvrx" / "v1"
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Returns name -> bytes of the files in `folder`, without byte code."""
-    return {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.suffix != ".pyc"
-    }
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.suffix != ".pyc"}
 
 
 def stale_files() -> list[str]:

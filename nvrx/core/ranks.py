@@ -196,7 +196,9 @@ def node_state(run: Run, member: Member) -> NodeState:
     if not member.is_live:
         return NodeState(member.membership.value)
     cycle = run.cycle
-    if cycle is None or not run.is_open or cycle.number < run.life_began_with:
+    if not run.is_open:
+        return NodeState.LEFT
+    if cycle is None or cycle.number < run.life_began_with:
         return NodeState.STANDBY
     seat = cycle.seat_of.get(member.info.node_id)
     is_active = seat is not None and seat.node.incarnation == member.info.incarnation

@@ -76,9 +76,7 @@ class Bench:
         self.lines = Lines(folder / "lines")
 
     async def link(self, key: str = "key", **options: float) -> SupervisorLink:
-        link = await SupervisorLink.start(
-            self.folder / "runtime", key, Identity("run", "node", "1"), **options
-        )
+        link = await SupervisorLink.start(self.folder / "runtime", key, Identity("run", "node", "1"), **options)
         self.links.append(link)
         return link
 

@@ -87,9 +87,7 @@ async def test_gone_follows_when_no_worker_could_start(bench: Bench) -> None:
 async def test_arguments_and_environment_arrive_byte_for_byte(bench: Bench) -> None:
     """Field case C090: no shell, no decoding on the way."""
     odd = ["a b", "", "--", "-h", "$HOME", "\udcff\udc80", "é\n"]
-    code = (
-        "import os, sys; print(repr(([os.fsencode(a) for a in sys.argv[1:]], os.environb[b'ODD'])), end='')"
-    )
+    code = "import os, sys; print(repr(([os.fsencode(a) for a in sys.argv[1:]], os.environb[b'ODD'])), end='')"
     spec = bench.python(code, *odd)
     link = await bench.link()
     await link.spawn(0, [replace(spec, env={**spec.env, "ODD": "\udcfe=="})])

@@ -43,9 +43,7 @@ def _start_agent(bench: Bench, worker_script: str, leak_descriptors: bool) -> su
 
 @pytest.mark.rule("G4")
 @pytest.mark.parametrize("leak_descriptors", [False, True])
-async def test_workers_end_with_a_killed_agent_and_the_next_one_waits(
-    bench: Bench, leak_descriptors: bool
-) -> None:
+async def test_workers_end_with_a_killed_agent_and_the_next_one_waits(bench: Bench, leak_descriptors: bool) -> None:
     """Field case C115: grandchildren that ignore SIGTERM end, too, also when something that the agent forked
     still holds its end of the socket; the next agent's workers start only then."""
     tree = """
@@ -160,9 +158,7 @@ async def test_a_record_of_another_boot_ends_nobody(bench: Bench) -> None:
     plain = {"local_rank": 0, "pid": bystander.pid, "start_time_ticks": stat.id.start_time_ticks}
     runtime = bench.folder / "runtime"
     runtime.mkdir()
-    (runtime / "key.json").write_text(
-        json.dumps({"pid_space": "another", "supervisor": plain, "workers": [plain]})
-    )
+    (runtime / "key.json").write_text(json.dumps({"pid_space": "another", "supervisor": plain, "workers": [plain]}))
     link = await bench.link()
     await link.spawn(0, [bench.shell("exit 0")])
     assert alive(bystander.pid)

@@ -12,8 +12,7 @@ from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2, promote_pb2, rank_map_p
 from tests import protos_fresh
 
 FILES: list[FileDescriptor] = [
-    module.DESCRIPTOR
-    for module in (common_pb2, heartbeat_pb2, join_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2)
+    module.DESCRIPTOR for module in (common_pb2, heartbeat_pb2, join_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2)
 ]
 SOURCES = sorted((protos_fresh.ROOT / "protos").rglob("*.proto"))
 RPCS = {
@@ -117,9 +116,7 @@ def test_ranks_cycles_and_exit_codes_have_presence() -> None:
     without = [
         field.full_name
         for field in fields()
-        if field.cpp_type == FieldDescriptor.CPPTYPE_INT32
-        and field.name.endswith(names)
-        and not field.has_presence
+        if field.cpp_type == FieldDescriptor.CPPTYPE_INT32 and field.name.endswith(names) and not field.has_presence
     ]
     assert without == []
 
