@@ -18,7 +18,7 @@ from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
 from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
-from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank, RunId
+from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank
 from nvrx.core.ranks import Action, Assignment, Desired, global_rank
 from nvrx.core.refused import Refused
 from nvrx.logs import add_file
@@ -62,6 +62,15 @@ class _Life:
     conversation: Conversation
 
 
+@dataclass(frozen=True)
+class _Map:
+    """A rank map that this node keeps."""
+
+    journal_id: str
+    cycle: CycleNumber
+    failed: bool
+
+
 class NodeAgent:
     """Runs one node's share of a run, from joining to the exit code."""
 
@@ -74,7 +83,7 @@ class NodeAgent:
         self._ports = StorePorts()
         self._life: _Life | None = None
         self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = asyncio.get_running_loop().create_future()
-        self._fetched: set[tuple[str, CycleNumber]] = set()
+        self._fetched: set[_Map] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._signal: machine.SignalReceived | None = None
         self._signalled = asyncio.Event()
@@ -220,9 +229,8 @@ class NodeAgent:
     def _on_desired(self, wanted: Desired) -> None:
         if wanted != self._agent.desired and wanted.action in {Action.WAIT, Action.STOP} and wanted.reason:
             log.info("waiting: %s", wanted.reason)
-        if wanted.failed_cycle is not None:
-            self._fetch_failed_map(wanted.failed_cycle)
         self._observe(machine.DesiredChanged(wanted))
+        self._fetch_maps(wanted)
 
     async def _hear_supervisor(self) -> None:
         while True:
@@ -340,11 +348,11 @@ class NodeAgent:
         )
         try:
             await self._link.spawn(given.cycle, self._specs(life, given))
-        except (SpawnRefused, SupervisorError) as error:
-            log.error("cannot start the workers of cycle %d: %s", given.cycle, error)
+        except SpawnRefused as error:
+            log.warning("the workers of cycle %d were not started: %s", given.cycle, error)
+            self._observe(machine.SpawnFailed(given.cycle, str(error)))
+        except SupervisorError as error:
             self._finish(machine.Exit(EXIT_FAILED, str(error)))
-            return
-        await self._write_map(life, given.cycle, failed=False)
 
     def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
         files, config = life.files, self._config
@@ -371,26 +379,40 @@ class NodeAgent:
             )
         return specs
 
-    def _fetch_failed_map(self, cycle: CycleNumber) -> None:
-        life = self._life
-        if life is None or (life.joined.journal_id, cycle) in self._fetched:
-            return
-        self._fetched.add((life.joined.journal_id, cycle))
-        self._chore(self._write_map(life, cycle, failed=True))
+    def _fetch_maps(self, wanted: Desired) -> None:
+        """Keep a cycle's map beside the logs, once as it was chosen and then as it failed (rule H3).
 
-    async def _write_map(self, life: _Life, cycle: CycleNumber, *, failed: bool) -> None:
-        """Keep a cycle's map beside the logs (rule H3); never on the critical path."""
+        Fetched while old workers stop and new ones start: neither waits for a map.
+        """
+        life = self._life
+        if life is None:
+            return
+        journal_id, maps = life.joined.journal_id, []
+        if wanted.assignment is not None:
+            maps.append(_Map(journal_id, wanted.assignment.cycle, failed=False))
+        if wanted.failed_cycle is not None:
+            maps.append(_Map(journal_id, wanted.failed_cycle, failed=True))
+        missing = [one for one in maps if one not in self._fetched]
+        if missing:
+            self._fetched.update(missing)
+            self._chore(self._write_maps(life, missing))
+
+    async def _write_maps(self, life: _Life, wanted: list[_Map]) -> None:
+        for one in wanted:
+            await self._write_map(life, one)
+
+    async def _write_map(self, life: _Life, wanted: _Map) -> None:
         try:
-            message = await self._coordinator.rank_map(RunId(life.joined.run_id), cycle)
-            path = life.files.failed_rank_map(cycle) if failed else life.files.rank_map(cycle)
+            message = await self._coordinator.rank_map(life.joined.run_id, wanted.cycle)
+            files = life.files
+            path = files.failed_rank_map(wanted.cycle) if wanted.failed else files.rank_map(wanted.cycle)
             write_whole(path, to_json(message))
         except (OutOfReach, Refused, OSError) as error:
-            log.warning("no rank map of cycle %d: %s", cycle, error)
-            if failed:
-                self._fetched.discard((life.joined.journal_id, cycle))
+            log.warning("no rank map of cycle %d: %s", wanted.cycle, error)
+            self._fetched.discard(wanted)
             return
-        if failed:
-            log.info("rank map of ended cycle %d in %s", cycle, path)
+        if wanted.failed:
+            log.info("rank map of ended cycle %d in %s", wanted.cycle, path)
 
 
 def _unusual(event: Exited) -> str:

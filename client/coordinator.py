@@ -225,9 +225,10 @@ async def admission(
                 text += "; waiting for a place as long as the run lives"
             elif refused.reason in {Reason.NODE_ALREADY_JOINED, Reason.DUPLICATE_INFRA_RANK}:
                 taken_since = taken_since if taken_since is not None else time.monotonic()
-                if time.monotonic() - taken_since >= 2 * DEFAULT_LEASE_TTL_S:
+                two_leases_s = 2 * float(refused.details.get("lease_ttl_s", DEFAULT_LEASE_TTL_S))
+                if time.monotonic() - taken_since >= two_leases_s:
                     raise GivenUp(refused.message, EXIT_REFUSED) from refused
-                text += f"; trying again for {2 * DEFAULT_LEASE_TTL_S:g} s"
+                text += f"; trying again for {two_leases_s:g} s"
             elif refused.reason is not Reason.SHUTTING_DOWN:
                 raise _final(refused) from refused
         if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):

@@ -19,6 +19,8 @@ from .presence import AgentPhase
 from .ranks import Action, Assignment, Desired
 
 EXIT_LOST_COORDINATOR = 4
+EXIT_NOT_STARTED = 126
+"""What a shell answers for a command that it cannot run."""
 SIGNALLED = 128
 
 
@@ -109,6 +111,14 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True)
+class SpawnFailed:
+    """No worker of a cycle was started."""
+
+    cycle: CycleNumber
+    message: str
+
+
+@dataclass(frozen=True)
 class TreeGone:
     """No process that belonged to the workers of a cycle is left."""
 
@@ -138,7 +148,14 @@ class CoordinatorGraceOver:
 
 
 Observation: TypeAlias = (
-    DesiredChanged | WorkersStarted | WorkerEnded | TreeGone | SignalReceived | Expelled | CoordinatorGraceOver
+    DesiredChanged
+    | WorkersStarted
+    | WorkerEnded
+    | SpawnFailed
+    | TreeGone
+    | SignalReceived
+    | Expelled
+    | CoordinatorGraceOver
 )
 
 
@@ -214,7 +231,7 @@ def step(agent: Agent, observed: Observation) -> Step:
 def _take_in(agent: Agent, observed: Observation, deeds: list[Deed]) -> Agent:
     if isinstance(observed, DesiredChanged):
         return _desired_changed(agent, observed.desired)
-    if isinstance(observed, WorkersStarted | WorkerEnded | TreeGone):
+    if isinstance(observed, WorkersStarted | WorkerEnded | SpawnFailed | TreeGone):
         return _workers_changed(agent, observed, deeds)
     if isinstance(observed, SignalReceived):
         return _signalled(agent, observed, deeds)
@@ -253,23 +270,34 @@ def _signalled(agent: Agent, observed: SignalReceived, deeds: list[Deed]) -> Age
     )
 
 
-def _workers_changed(agent: Agent, observed: WorkersStarted | WorkerEnded | TreeGone, deeds: list[Deed]) -> Agent:
+def _workers_changed(
+    agent: Agent, observed: WorkersStarted | WorkerEnded | SpawnFailed | TreeGone, deeds: list[Deed]
+) -> Agent:
     workers = agent.workers
     if workers is None or workers.assignment.cycle != observed.cycle:
         return agent
     if isinstance(observed, WorkersStarted):
         workers = dataclasses.replace(workers, started=True)
-    elif isinstance(observed, TreeGone):
-        workers = dataclasses.replace(workers, tree_gone=True)
-        if agent.ending is Ending.SIGNALLED:
-            deeds.append(Leave(agent.reason, workers_stopped=True))
-    else:
+    elif isinstance(observed, WorkerEnded):
         ended = observed.exit
         if workers.stopping and not ended.succeeded:
             ended = dataclasses.replace(ended, stopped_by_agent=True)
         workers = dataclasses.replace(workers, exits={**workers.exits, ended.local_rank: ended})
         deeds.append(Report(observed.cycle, (ended,)))
+    else:
+        if isinstance(observed, SpawnFailed) and not workers.stopping:
+            workers = _not_started(workers, observed, deeds)
+        workers = dataclasses.replace(workers, tree_gone=True)
+        if agent.ending is Ending.SIGNALLED:
+            deeds.append(Leave(agent.reason, workers_stopped=True))
     return dataclasses.replace(agent, workers=workers)
+
+
+def _not_started(workers: Workers, observed: SpawnFailed, deeds: list[Deed]) -> Workers:
+    ranks = range(workers.assignment.workers_per_node)
+    exits = tuple(WorkerExit(LocalRank(one), EXIT_NOT_STARTED, message=observed.message) for one in ranks)
+    deeds.append(Report(observed.cycle, exits))
+    return dataclasses.replace(workers, exits={one.local_rank: one for one in exits})
 
 
 def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:

@@ -55,7 +55,7 @@ def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list
     if member is not None and member.is_live:
         facts.append(_replace(presence, member, command.node, now))
     _require_room(run, command.node)
-    _require_own_place(run, command.node)
+    _require_own_place(run, command.node, presence.timing.lease_ttl_s)
     return [*facts, NodeJoined(now, command.node)]
 
 
@@ -104,6 +104,7 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
             "joined_pid": str(old.pid),
             "address": newcomer.address,
             "pid": str(newcomer.pid),
+            "lease_ttl_s": str(presence.timing.lease_ttl_s),
         },
     )
 
@@ -119,7 +120,7 @@ def _require_room(run: Run, newcomer: NodeInfo) -> None:
         )
 
 
-def _require_own_place(run: Run, newcomer: NodeInfo) -> None:
+def _require_own_place(run: Run, newcomer: NodeInfo, lease_ttl_s: float) -> None:
     """B4: no two live nodes with the same value in the source that the run orders by."""
     others = [one.info for one in run.live_members() if one.info.node_id != newcomer.node_id]
     everyone = [*others, newcomer]
@@ -141,6 +142,7 @@ def _require_own_place(run: Run, newcomer: NodeInfo) -> None:
                     "other_node_id": taken[key].node_id,
                     "variable": VARIABLE[source],
                     "value": text,
+                    "lease_ttl_s": str(lease_ttl_s),
                 },
             )
         taken[key] = one
