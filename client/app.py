@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
@@ -318,10 +319,18 @@ class NodeAgent:
         if not self._ending.done():
             self._ending.set_result(ending)
 
-    def _chore(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
+    def _chore(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # A bug of ours: end loudly rather than sit as a member that does no work.
+            log.error("internal error", exc_info=error)
+            self._finish(machine.Exit(EXIT_FAILED, f"internal error: {error!r}"))
 
     async def _leave(self, life: _Life, deed: machine.Leave) -> None:
         grace_s = self._config.options.stop_grace_s
@@ -334,21 +343,11 @@ class NodeAgent:
         if given.master is not None:
             self._ports.use(given.master.port)
             life.conversation.changed()
-        files = life.files
-        first = global_rank(given.group_rank, LocalRank(0), given.workers_per_node)
-        log.info(
-            "cycle %d: ranks %d-%d of %d (group rank %d of %d); output in %s",
-            given.cycle,
-            first,
-            first + given.workers_per_node - 1,
-            given.world_size,
-            given.group_rank,
-            given.group_world_size,
-            files.cycle(given.cycle),
-        )
         try:
-            await self._link.spawn(given.cycle, self._specs(life, given))
-        except SpawnRefused as error:
+            specs = self._specs(life, given)
+            log.info("%s; output in %s", _describe_place(given), life.files.cycle(given.cycle))
+            await self._link.spawn(given.cycle, specs)
+        except (SpawnRefused, OSError) as error:
             log.warning("the workers of cycle %d were not started: %s", given.cycle, error)
             self._observe(machine.SpawnFailed(given.cycle, str(error)))
         except SupervisorError as error:
@@ -413,6 +412,15 @@ class NodeAgent:
             return
         if wanted.failed:
             log.info("rank map of ended cycle %d in %s", wanted.cycle, path)
+
+
+def _describe_place(given: Assignment) -> str:
+    first = global_rank(given.group_rank, LocalRank(0), given.workers_per_node)
+    last = first + given.workers_per_node - 1
+    return (
+        f"cycle {given.cycle}: ranks {first}-{last} of {given.world_size} (group rank {given.group_rank} of "
+        f"{given.group_world_size})"
+    )
 
 
 def _unusual(event: Exited) -> str:

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+# What the user gave, before anything of ours is added: workers get this one.
+ENVIRONMENT = dict(os.environ)
 # gRPC's own lines on standard error are not for our users; what matters reaches them through our log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # The agent never forks while a channel is open, so gRPC's fork handlers have nothing to guard.
@@ -161,9 +163,9 @@ def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: An
     options = _options(given, worker_command, stray)
     logs.start(given["log_level"], given["log_format"])
     try:
-        resolve(options)
+        resolve(options, ENVIRONMENT)
         with with_local_coordinator(options) as found:
-            return asyncio.run(run_node(resolve(found), _version()))
+            return asyncio.run(run_node(resolve(found, ENVIRONMENT), _version()))
     finally:
         logs.finish()
 
@@ -174,7 +176,7 @@ def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: An
 @click.pass_obj
 def check(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: Any) -> int:
     """Make the checks of join, reach the coordinator, and start nothing."""
-    config = resolve(_options(given, worker_command or (sys.executable,), stray))
+    config = resolve(_options(given, worker_command or (sys.executable,), stray), ENVIRONMENT)
     return asyncio.run(check_node(config))
 
 

@@ -1,4 +1,4 @@
-"""What an agent was asked to do: the one place that reads this process's environment and host.
+"""What an agent was asked to do, checked against its environment and this host.
 
 Checks what can be checked before anything is joined. Raises Failed with one line and the exit code.
 """
@@ -65,9 +65,8 @@ class NodeConfig:
     runtime_dir: Path
 
 
-def resolve(options: JoinOptions, environment: Mapping[str, str] | None = None) -> NodeConfig:
-    """Check the options against this machine and environment."""
-    env = dict(os.environ if environment is None else environment)
+def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
+    """Check the options against this machine and `env`, the environment that the agent was started with."""
     _refuse_local_coordinator_for_many(options)
     node_id = options.node_id or env.get("SLURMD_NODENAME") or socket.gethostname()
     run_id = options.run_id or env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID") or ""
@@ -103,7 +102,7 @@ def resolve(options: JoinOptions, environment: Mapping[str, str] | None = None) 
         array_rank=place if place is not None and place <= MAX_WIRE_INT else None,
         restart_count=_restart_count(env),
         argv=_argv(options.command, env),
-        environment=env,
+        environment=dict(env),
         working_directory=_writable_log_dir(options.log_dir),
         runtime_dir=Path(env.get("XDG_RUNTIME_DIR") or "/tmp") / f"nvrx-{os.getuid()}",
     )
