@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nvrx.channel import CHANNEL_OPTIONS, bearer
+from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 
 from .config import NodeConfig
-from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S, describe
+from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S
 
 
 async def check_node(config: NodeConfig) -> int:

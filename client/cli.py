@@ -1,11 +1,16 @@
 """`nvrx-node`: the command line of the agent. Reads options, hands them on; no rule stands here."""
 
+# ruff: noqa: E402 - the environment is prepared before gRPC is imported
+
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,22 @@ from .config import DEFAULT_COORDINATOR_GRACE_S, DEFAULT_STOP_GRACE_S, JoinOptio
 from .local_coordinator import with_local_coordinator
 
 PROGRAM = "nvrx-node"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A command line: what stands before the first `--`, and what after it, untouched (rule G3)."""
+
+    ours: tuple[str, ...]
+    worker_command: tuple[str, ...]
+
+    @classmethod
+    def split(cls, arguments: Sequence[str]) -> _Line:
+        given = tuple(arguments)
+        if "--" not in given:
+            return cls(given, ())
+        at = given.index("--")
+        return cls(given[:at], given[at + 1 :])
 
 
 class _Endpoints(click.ParamType[tuple[HostPort, ...]]):
@@ -126,6 +147,8 @@ _NODE_OPTIONS = [
 ]
 
 
+# Options end at the first stray word, so that the options of a command without its "--" are not taken for ours.
+_OPTIONS_FIRST = {"allow_interspersed_args": False}
 _JOIN_EPILOG = """\b
 Examples:
   nvrx-node join --coordinator head:7700 --nnodes 6:8 --nproc-per-node 8 -- python train.py --lr 3e-4
@@ -153,14 +176,15 @@ def nvrx_node() -> None:
 
 @nvrx_node.command(
     options_metavar="--coordinator HOST:PORT [OPTIONS] -- COMMAND [ARG...]",
+    context_settings=_OPTIONS_FIRST,
     epilog=_JOIN_EPILOG,
 )
 @_node_options
-@click.argument("stray", nargs=-1, type=click.UNPROCESSED)
+@click.argument("stray", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.pass_obj
-def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: Any) -> int:
+def join(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
     """Join a run and work until it ends. COMMAND runs as given, without a shell."""
-    options = _options(given, worker_command, stray)
+    options = _options(given, line, stray)
     logs.start(given["log_level"], given["log_format"])
     try:
         resolve(options, ENVIRONMENT)
@@ -170,24 +194,27 @@ def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: An
         logs.finish()
 
 
-@nvrx_node.command(options_metavar="--coordinator HOST:PORT [OPTIONS] [-- COMMAND [ARG...]]")
+@nvrx_node.command(
+    options_metavar="--coordinator HOST:PORT [OPTIONS] [-- COMMAND [ARG...]]", context_settings=_OPTIONS_FIRST
+)
 @_node_options
-@click.argument("stray", nargs=-1, type=click.UNPROCESSED)
+@click.argument("stray", nargs=-1, type=click.UNPROCESSED, metavar="")
 @click.pass_obj
-def check(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: Any) -> int:
+def check(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
     """Make the checks of join, reach the coordinator, and start nothing."""
-    config = resolve(_options(given, worker_command or (sys.executable,), stray), ENVIRONMENT)
+    if not line.worker_command:
+        line = dataclasses.replace(line, worker_command=(sys.executable,))
+    config = resolve(_options(given, line, stray), ENVIRONMENT)
     return asyncio.run(check_node(config))
 
 
-def _options(given: dict[str, Any], worker_command: tuple[str, ...], stray: tuple[str, ...]) -> JoinOptions:
+def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> JoinOptions:
+    worker_command, given_line = line.worker_command, line.ours
     if stray:
         # A command without its "--" is the commonest slip: show the line as it was meant.
-        raise Failed(
-            f"{stray[0]!r} stands before --; the command must follow it: nvrx-node join [OPTIONS] -- "
-            f"{' '.join([*stray, *worker_command])}",
-            EXIT_USAGE,
-        )
+        before = given_line[: len(given_line) - len(stray)]
+        meant = shlex.join([PROGRAM, *before, "--", *stray, *worker_command])
+        raise Failed(f"{stray[0]!r} stands before --; the command must follow it: {meant}", EXIT_USAGE)
     if not worker_command:
         raise Failed("no command to run; give it after --: nvrx-node join [OPTIONS] -- python train.py", EXIT_USAGE)
     try:
@@ -222,18 +249,10 @@ def _version() -> str:
         return "0+unknown"
 
 
-def split_command(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What stands before the first `--`, and what after it, untouched (rule G3)."""
-    if "--" not in arguments:
-        return list(arguments), ()
-    at = list(arguments).index("--")
-    return list(arguments[:at]), tuple(arguments[at + 1 :])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program `nvrx-node`."""
-    ours, worker_command = split_command(sys.argv[1:] if arguments is None else arguments)
-    return run(nvrx_node, PROGRAM, ours, obj=worker_command)
+    line = _Line.split(sys.argv[1:] if arguments is None else arguments)
+    return run(nvrx_node, PROGRAM, line.ours, obj=line)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from nvrx.channel import describe
 from nvrx.core.commands import Join
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber
@@ -28,7 +29,7 @@ from nvrx.v1 import heartbeat_pb2
 from nvrx.wire import membership
 from nvrx.wire.units import seconds
 
-from .coordinator import SAY_EVERY_S, Coordinator, Joined, describe
+from .coordinator import SAY_EVERY_S, Coordinator, Joined
 
 log = logging.getLogger("nvrx.node")
 

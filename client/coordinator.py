@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import grpc
 
-from nvrx.channel import CHANNEL_OPTIONS, bearer
+from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 from nvrx.core.commands import Join
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import CycleNumber, RunId
@@ -166,21 +166,6 @@ class Coordinator:
                 whole.nodes.extend(page.rank_map.nodes)
             token = page.next_page_token
         return whole
-
-
-def describe(error: grpc.aio.AioRpcError) -> str:
-    """Why a call got no answer, in words for a person."""
-    text = error.details() or ""
-    code = error.code()
-    if "resolution failed" in text.lower() or "domain name" in text.lower():
-        return "cannot resolve its name"
-    if "refused" in text.lower():
-        return "connection refused"
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"no answer within {RPC_TIMEOUT_S:g} s"
-    if code is grpc.StatusCode.UNAVAILABLE and not text:
-        return "unavailable"
-    return f"{code.name.lower().replace('_', ' ')}: {text[:200]}"
 
 
 async def admission(

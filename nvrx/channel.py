@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grpc
+
 MAX_BACKOFF_MS = 1_000
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -27,3 +29,17 @@ Metadata = tuple[tuple[str, str], ...]
 def bearer(token: str | None) -> Metadata:
     """The metadata that carries a token; empty without one."""
     return (("authorization", f"Bearer {token}"),) if token is not None else ()
+
+
+def describe(error: grpc.Call | grpc.aio.AioRpcError) -> str:
+    """Why a call got no answer, in words for a person."""
+    text = error.details() or ""
+    code = error.code()
+    lowered = text.lower()
+    if "resolution failed" in lowered or "domain name" in lowered:
+        return "cannot resolve its name"
+    if "refused" in lowered:
+        return "connection refused"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    return f"{code.name.lower().replace('_', ' ')}{': ' if text else ''}{text[:200]}"

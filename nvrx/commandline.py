@@ -20,7 +20,12 @@ EXIT_USAGE = 2
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-HELP_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+HELP_SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    # --nproc_per_node is --nproc-per-node: people come with torchrun's spelling.
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+}
 
 
 class Failed(Exception):
@@ -32,11 +37,10 @@ class Failed(Exception):
 
 
 def option(name: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-    """A click option `--some-name`: also spelled `--some_name`, also from NVRX_SOME_NAME; the command line wins."""
-    bare = name.removeprefix("--")
-    spellings = [name] if "-" not in bare else [name, f"--{bare.replace('-', '_')}"]
-    settings.setdefault("envvar", f"NVRX_{bare.replace('-', '_').upper()}")
-    return click.option(*spellings, bare.replace("-", "_"), **settings)
+    """A click option `--some-name`, also from NVRX_SOME_NAME; the command line wins."""
+    bare = name.removeprefix("--").replace("-", "_")
+    settings.setdefault("envvar", f"NVRX_{bare.upper()}")
+    return click.option(name, bare, **settings)
 
 
 class EndpointType(click.ParamType[HostPort]):

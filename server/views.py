@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from nvrx.channel import CHANNEL_OPTIONS, Metadata, bearer
+from nvrx.channel import CHANNEL_OPTIONS, Metadata, bearer, describe
 from nvrx.commandline import EXIT_USAGE, EndpointType, Failed, option
 from nvrx.core.endpoint import HostPort
 from nvrx.token import TokenError, read_token
@@ -50,7 +50,7 @@ class Viewer:
         """What a call failed with, in one line."""
         assert isinstance(error, grpc.Call)
         if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            return Failed(f"coordinator {self.endpoint} not reached: {error.details()}; check --coordinator")
+            return Failed(f"coordinator {self.endpoint} not reached: {describe(error)}; check --coordinator")
         return Failed(error.details() or error.code().name)
 
     def pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:

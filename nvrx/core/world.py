@@ -80,21 +80,23 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     """E5, C7, D2: nodes that may be back in a moment, or that may still be writing a checkpoint."""
     if presence.is_recovering(now):
         away = [str(one) for one, node in presence.nodes.items() if not node.connected]
-        return Wait(f"the coordinator restarted; waiting for {_names(away)} to come back", presence.recovering_until)
-    broken = [
-        node.lease_until
+        return Wait(f"the coordinator restarted; {_names(away)} may still come back", presence.recovering_until)
+    broken = {
+        str(member.info.node_id): node.lease_until
         for seat in (run.cycle.seats if run.cycle is not None else ())
         if (member := run.live(seat.node.node_id)) is not None
         and (node := presence.nodes.get(seat.node.node_id)) is not None
         and node.incarnation == member.info.incarnation
         and not node.connected
         and now < node.lease_until
-    ]
+    }
     if broken:
-        return Wait(f"waiting for {len(broken)} nodes whose stream just broke", min(broken))
+        return Wait(f"{_names(sorted(broken))} may come back: the stream just broke", min(broken.values()))
     stopping = {name: until for name, until in run.stopping.items() if now < until}
     if stopping:
-        return Wait(f"waiting for the workers of {_names(sorted(stopping))} to stop", min(stopping.values()))
+        return Wait(
+            f"the workers of {_names(sorted(stopping))}, which left, are still stopping", min(stopping.values())
+        )
     return None
 
 
@@ -197,7 +199,7 @@ def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait |
     for port in presence.nodes[first].store_ports:
         if (address, port) not in used:
             return Endpoint(address, port)
-    return Wait(f"waiting for {first} to offer a port for the store of the next cycle")
+    return Wait(f"{first} has yet to offer a port for the store of the next cycle")
 
 
 def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | None, now: float) -> WorldChosen:
