@@ -23,11 +23,11 @@ from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank
 from nvrx.core.ranks import Action, Assignment, Desired, global_rank
 from nvrx.core.refused import Refused
 from nvrx.logs import add_file
-from nvrx.wire.text import to_json
 
 from .config import NodeConfig
 from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
+from .rank_maps import KeptMaps
 from .store_ports import StorePorts
 from .supervisor_link import (
     Event,
@@ -44,7 +44,7 @@ from .supervisor_link import (
     WorkerSpec,
 )
 from .worker_environment import Place, WorkerPaths, worker_environment
-from .worker_files import WorkerFiles, write_whole
+from .worker_files import WorkerFiles
 from .worker_start import signal_name
 
 log = logging.getLogger("nvrx.node")
@@ -60,16 +60,8 @@ class _Life:
     command: Join
     joined: Joined
     files: WorkerFiles
+    maps: KeptMaps
     conversation: Conversation
-
-
-@dataclass(frozen=True)
-class _Map:
-    """A rank map that this node keeps."""
-
-    journal_id: str
-    cycle: CycleNumber
-    failed: bool
 
 
 class NodeAgent:
@@ -84,7 +76,6 @@ class NodeAgent:
         self._ports = StorePorts()
         self._life: _Life | None = None
         self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = asyncio.get_running_loop().create_future()
-        self._fetched: set[_Map] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._signal: machine.SignalReceived | None = None
         self._signalled = asyncio.Event()
@@ -95,6 +86,7 @@ class NodeAgent:
     async def run(self) -> int:
         """Join, work, and return the exit code. Raises Failed with one line where it cannot go on."""
         self._catch_signals()
+        self._warn_of_loopback()
         listening = asyncio.create_task(self._hear_supervisor(), name="supervisor events")
         try:
             while True:
@@ -107,6 +99,16 @@ class NodeAgent:
             self._ports.close()
             await self._link.close(grace_s=self._config.options.stop_grace_s)
 
+    def _warn_of_loopback(self) -> None:
+        coordinator, nnodes = self._coordinator.endpoint, self._config.options.nnodes
+        if coordinator.is_loopback and nnodes.max_nodes > 1:
+            log.warning(
+                "coordinator %s is this host's loopback: all of --nnodes %d:%d must be agents on this host",
+                coordinator,
+                nnodes.min_nodes,
+                nnodes.max_nodes,
+            )
+
     async def _live(self) -> machine.Exit | machine.Rejoin:
         """One incarnation, from joining to its end."""
         admitted = await self._join()
@@ -116,15 +118,17 @@ class NodeAgent:
         joined, command = admitted
         files = WorkerFiles(self._config.options.log_dir, joined.run_id, command.node.node_id)
         self._open_log(files)
+        maps = KeptMaps(self._coordinator, joined.run_id, files)
         conversation = Conversation(
             self._coordinator,
             joined,
             command,
             self._config.options.coordinator_grace_s,
             self._actual,
-            lambda wanted: self._on_desired(wanted),
+            self._on_desired,
+            maps.keep_sent,
         )
-        self._life = _Life(command, joined, files, conversation)
+        self._life = _Life(command, joined, files, maps, conversation)
         self._ending = asyncio.get_running_loop().create_future()
         log.info("joined run %s as %s through %s", joined.run_id, command.node.node_id, self._coordinator.endpoint)
         talking = asyncio.create_task(self._talk(conversation), name="conversation")
@@ -231,7 +235,10 @@ class NodeAgent:
         if wanted != self._agent.desired and wanted.action in {Action.WAIT, Action.STOP} and wanted.reason:
             log.info("waiting: %s", wanted.reason)
         self._observe(machine.DesiredChanged(wanted))
-        self._fetch_maps(wanted)
+        assert self._life is not None
+        missing = self._life.maps.missing(wanted)
+        if missing:
+            self._chore(self._life.maps.fetch(missing))
 
     async def _hear_supervisor(self) -> None:
         while True:
@@ -377,41 +384,6 @@ class NodeAgent:
                 )
             )
         return specs
-
-    def _fetch_maps(self, wanted: Desired) -> None:
-        """Keep a cycle's map beside the logs, once as it was chosen and then as it failed (rule H3).
-
-        Fetched while old workers stop and new ones start: neither waits for a map.
-        """
-        life = self._life
-        if life is None:
-            return
-        journal_id, maps = life.joined.journal_id, []
-        if wanted.assignment is not None:
-            maps.append(_Map(journal_id, wanted.assignment.cycle, failed=False))
-        if wanted.failed_cycle is not None:
-            maps.append(_Map(journal_id, wanted.failed_cycle, failed=True))
-        missing = [one for one in maps if one not in self._fetched]
-        if missing:
-            self._fetched.update(missing)
-            self._chore(self._write_maps(life, missing))
-
-    async def _write_maps(self, life: _Life, wanted: list[_Map]) -> None:
-        for one in wanted:
-            await self._write_map(life, one)
-
-    async def _write_map(self, life: _Life, wanted: _Map) -> None:
-        try:
-            message = await self._coordinator.rank_map(life.joined.run_id, wanted.cycle)
-            files = life.files
-            path = files.failed_rank_map(wanted.cycle) if wanted.failed else files.rank_map(wanted.cycle)
-            write_whole(path, to_json(message))
-        except (OutOfReach, Refused, OSError) as error:
-            log.warning("no rank map of cycle %d: %s", wanted.cycle, error)
-            self._fetched.discard(wanted)
-            return
-        if wanted.failed:
-            log.info("rank map of ended cycle %d in %s", wanted.cycle, path)
 
 
 def _describe_place(given: Assignment) -> str:

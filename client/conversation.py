@@ -25,7 +25,7 @@ from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Desired
 from nvrx.core.refused import Reason
 from nvrx.errors import refused_from
-from nvrx.v1 import heartbeat_pb2
+from nvrx.v1 import common_pb2, heartbeat_pb2
 from nvrx.wire import membership
 from nvrx.wire.units import seconds
 
@@ -68,7 +68,7 @@ class GraceOver(Exception):
 
 
 class Conversation:
-    """One incarnation's talk with the coordinator. `actual` tells what the agent does, `on_desired` hears its wish."""
+    """One incarnation's talk with the coordinator. `actual` tells what the agent does; `on_...` hear the answers."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Conversation:
         coordinator_grace_s: float,
         actual: Callable[[], Actual],
         on_desired: Callable[[Desired], None],
+        on_rank_map: Callable[[common_pb2.RankMap], None],
     ) -> None:
         self._coordinator = coordinator
         self._joined = joined
@@ -85,6 +86,7 @@ class Conversation:
         self._grace_s = coordinator_grace_s
         self._actual = actual
         self._on_desired = on_desired
+        self._on_rank_map = on_rank_map
         self._changed = asyncio.Event()
         self._reports: list[_Unacknowledged] = []
         self._sequence = 0
@@ -203,6 +205,10 @@ class Conversation:
         self._heard_at = time.monotonic()
         if response.journal_id != self._joined.journal_id:
             raise ExpelledByCoordinator("the coordinator has another journal: it does not know this cycle")
+        if response.HasField("rank_map"):
+            # Made once for all nodes and streams: its revision says nothing about order, its cycle does.
+            self._on_rank_map(response.rank_map)
+            return
         at = (response.term, response.revision)
         if at < self._seen:
             return

@@ -48,6 +48,7 @@ class Session:
         self.news.set()
         self.acknowledged = 0
         self.is_superseded = False
+        self.map_sent_of: CycleNumber | None = None
 
 
 class Watch:

@@ -47,6 +47,8 @@ class Assignment:
     infra_rank: int
     replacement_group_id: str
     master: Endpoint | None
+    fetch_rank_map: bool = False
+    """The cycle's rank map does not come by itself; set by the wire where it is too large."""
 
 
 @dataclass(frozen=True)

@@ -205,6 +205,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: builtins.int
     FAILED_CYCLE_FIELD_NUMBER: builtins.int
+    RANK_MAP_FIELD_NUMBER: builtins.int
     revision: builtins.int
     """Revision of the run's journal that the desired state comes from."""
     journal_id: builtins.str
@@ -214,7 +215,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     acknowledged: builtins.int
     """Highest request sequence whose reports are kept; they need not be sent again."""
     failed_cycle: builtins.int
-    """Latest ended cycle that the node took part in, whose rank map it may fetch; absent when there is none."""
+    """Latest cycle that ended in failure, if the node took part in it: its rank map is worth fetching."""
     @property
     def desired(self) -> global___DesiredState:
         """State that the node is to bring about."""
@@ -227,6 +228,12 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def heartbeat_interval(self) -> google.protobuf.duration_pb2.Duration:
         """Time between two heartbeats."""
 
+    @property
+    def rank_map(self) -> nvrx.v1.common_pb2.RankMap:
+        """Rank map of the assigned cycle: sent once per cycle and stream, right after the assignment, unless the assignment
+        asks to fetch it. Comes in a response of its own, without desired.
+        """
+
     def __init__(
         self,
         *,
@@ -238,9 +245,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         heartbeat_interval: google.protobuf.duration_pb2.Duration | None = ...,
         acknowledged: builtins.int = ...,
         failed_cycle: builtins.int | None = ...,
+        rank_map: nvrx.v1.common_pb2.RankMap | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_failed_cycle", b"_failed_cycle", "desired", b"desired", "failed_cycle", b"failed_cycle", "heartbeat_interval", b"heartbeat_interval", "lease_ttl", b"lease_ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_failed_cycle", b"_failed_cycle", "acknowledged", b"acknowledged", "desired", b"desired", "failed_cycle", b"failed_cycle", "heartbeat_interval", b"heartbeat_interval", "journal_id", b"journal_id", "lease_ttl", b"lease_ttl", "revision", b"revision", "term", b"term"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_failed_cycle", b"_failed_cycle", "desired", b"desired", "failed_cycle", b"failed_cycle", "heartbeat_interval", b"heartbeat_interval", "lease_ttl", b"lease_ttl", "rank_map", b"rank_map"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_failed_cycle", b"_failed_cycle", "acknowledged", b"acknowledged", "desired", b"desired", "failed_cycle", b"failed_cycle", "heartbeat_interval", b"heartbeat_interval", "journal_id", b"journal_id", "lease_ttl", b"lease_ttl", "rank_map", b"rank_map", "revision", b"revision", "term", b"term"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_failed_cycle", b"_failed_cycle"]) -> typing.Literal["failed_cycle"] | None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
@@ -303,6 +311,7 @@ class Assignment(google.protobuf.message.Message):
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     INFRA_RANK_FIELD_NUMBER: builtins.int
     REPLACEMENT_GROUP_ID_FIELD_NUMBER: builtins.int
+    FETCH_RANK_MAP_FIELD_NUMBER: builtins.int
     cycle: builtins.int
     """Number of the cycle, from 0."""
     group_rank: builtins.int
@@ -325,6 +334,8 @@ class Assignment(google.protobuf.message.Message):
     """Number that the node was ordered by where the source is a number that fits, else its position in the order."""
     replacement_group_id: builtins.str
     """Replacement group of the node; empty when it has none."""
+    fetch_rank_map: builtins.bool
+    """True where the cycle's rank map is too large to be sent along: read it with RankMapService.GetRankMap."""
     def __init__(
         self,
         *,
@@ -339,9 +350,10 @@ class Assignment(google.protobuf.message.Message):
         max_restarts: builtins.int | None = ...,
         infra_rank: builtins.int | None = ...,
         replacement_group_id: builtins.str = ...,
+        fetch_rank_map: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "first_rank", b"first_rank", "group_rank", b"group_rank", "infra_rank", b"infra_rank", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "infra_rank", b"infra_rank", "master_address", b"master_address", "master_port", b"master_port", "max_restarts", b"max_restarts", "replacement_group_id", b"replacement_group_id", "workers_per_node", b"workers_per_node", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "fetch_rank_map", b"fetch_rank_map", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "infra_rank", b"infra_rank", "master_address", b"master_address", "master_port", b"master_port", "max_restarts", b"max_restarts", "replacement_group_id", b"replacement_group_id", "workers_per_node", b"workers_per_node", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cycle", b"_cycle"]) -> typing.Literal["cycle"] | None: ...
     @typing.overload

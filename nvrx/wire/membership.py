@@ -183,8 +183,8 @@ def phase_value(phase: AgentPhase) -> common_pb2.AgentPhase.ValueType:
     return common_pb2.AgentPhase.Value(f"AGENT_PHASE_{phase.value}")
 
 
-def desired_message(desired: Desired) -> heartbeat_pb2.DesiredState:
-    """What a node is told to do."""
+def desired_message(desired: Desired, *, fetch_rank_map: bool) -> heartbeat_pb2.DesiredState:
+    """What a node is told to do; `fetch_rank_map`: the assigned cycle's map is too large to be sent along."""
     message = heartbeat_pb2.DesiredState(
         action=_action_value(desired.action),
         cycle=desired.cycle,
@@ -206,6 +206,7 @@ def desired_message(desired: Desired) -> heartbeat_pb2.DesiredState:
                 max_restarts=given.max_restarts,
                 infra_rank=given.infra_rank,
                 replacement_group_id=given.replacement_group_id,
+                fetch_rank_map=fetch_rank_map,
             )
         )
     return message
@@ -234,6 +235,7 @@ def desired_of(response: heartbeat_pb2.HeartbeatResponse) -> Desired | None:
             infra_rank=given.infra_rank,
             replacement_group_id=given.replacement_group_id,
             master=master,
+            fetch_rank_map=given.fetch_rank_map,
         )
     return Desired(
         action=Action(common_pb2.DesiredAction.Name(told.action).removeprefix("DESIRED_ACTION_")),

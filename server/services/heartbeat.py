@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 import grpc
 
 from nvrx.core.commands import Report
-from nvrx.core.ids import CycleNumber, Incarnation, NodeId
+from nvrx.core.ids import CycleNumber, Incarnation, NodeId, RunId
+from nvrx.core.ranks import Desired, mapped_nodes
 from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
-from nvrx.wire import membership
+from nvrx.wire import membership, views
 from nvrx.wire.units import duration
 
 from ..engine import Engine, Session
 from .answering import Context, refuse
 
+TERM = 1
+"""One coordinator leads for ever here; several take turns, each with a term of its own."""
 MAX_STORE_PORTS = 16
+MAX_SENT_MAP_BYTES = 3 * 1024 * 1024
+"""A larger rank map is fetched in pages: a default client refuses messages above 4 MiB."""
+
+
+@dataclass(frozen=True)
+class _SentMap:
+    """A cycle's rank map, made once for all its nodes; `response` is None where it is too large."""
+
+    cycle: CycleNumber
+    response: heartbeat_pb2.HeartbeatResponse | None
 
 
 class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
@@ -27,6 +41,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         self._engine = engine
         self._closing = closing
         self._sessions: set[Session] = set()
+        self._maps: dict[RunId, _SentMap] = {}
 
     def close(self) -> None:
         """Have every stream end with a reason that means: come back."""
@@ -103,16 +118,43 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
                     f"a newer stream of node {session.node_id} took over",
                     {"node_id": session.node_id},
                 )
-            await context.write(self._response(session))
+            desired = self._engine.desired(session)
+            new_map = self._map(session, desired) if desired.assignment is not None else None
+            await context.write(self._response(session, desired, new_map))
+            # Its own row first: a node starts on that, and needs the whole map only after.
+            if new_map is not None and new_map.cycle != session.map_sent_of:
+                session.map_sent_of = new_map.cycle
+                if new_map.response is not None:
+                    await context.write(new_map.response)
 
-    def _response(self, session: Session) -> heartbeat_pb2.HeartbeatResponse:
+    def _map(self, session: Session, desired: Desired) -> _SentMap:
+        assert desired.cycle is not None
+        known = self._maps.get(session.run_id)
+        if known is None or known.cycle != desired.cycle:
+            hosted = self._engine.runs[session.run_id]
+            cycle = hosted.run.find_cycle(desired.cycle)
+            assert cycle is not None
+            response = heartbeat_pb2.HeartbeatResponse(
+                revision=hosted.revision,
+                journal_id=self._engine.journal_id,
+                term=TERM,
+                rank_map=views.rank_map(hosted.run, cycle, mapped_nodes(hosted.run, cycle)),
+            )
+            fits = response.ByteSize() <= MAX_SENT_MAP_BYTES
+            known = self._maps[session.run_id] = _SentMap(desired.cycle, response if fits else None)
+        return known
+
+    def _response(
+        self, session: Session, desired: Desired, new_map: _SentMap | None
+    ) -> heartbeat_pb2.HeartbeatResponse:
         engine = self._engine
-        desired = engine.desired(session)
         return heartbeat_pb2.HeartbeatResponse(
             revision=engine.runs[session.run_id].revision,
             journal_id=engine.journal_id,
-            term=1,
-            desired=membership.desired_message(desired),
+            term=TERM,
+            desired=membership.desired_message(
+                desired, fetch_rank_map=new_map is not None and new_map.response is None
+            ),
             lease_ttl=duration(engine.timing.lease_ttl_s),
             heartbeat_interval=duration(engine.timing.heartbeat_interval_s),
             acknowledged=session.acknowledged,
