@@ -68,6 +68,8 @@ class Presence:
     store: StoreMode = StoreMode.RANK0
     nodes: dict[NodeId, NodePresence] = field(default_factory=dict)
     recovering_until: float | None = None
+    returning: set[NodeId] = field(default_factory=set)
+    """Nodes known before a restart of the coordinator that have not come back yet."""
 
     def joined(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """Give a node that joined its first lease; the same incarnation keeps what is known of it."""
@@ -80,6 +82,7 @@ class Presence:
     def connected(self, node_id: NodeId, now: float) -> None:
         """A node's stream opened."""
         node = self.nodes[node_id]
+        self.returning.discard(node_id)
         node.connected = True
         node.heard_at = now
         node.lease_until = now + self.timing.lease_ttl_s
@@ -106,8 +109,7 @@ class Presence:
         if node is None or node.incarnation != incarnation:
             return
         node.connected = False
-        if not self.is_recovering(now):
-            node.lease_until = min(node.lease_until, now + self.timing.reconnect_grace_s)
+        node.lease_until = min(node.lease_until, now + self.timing.reconnect_grace_s)
 
     def recover(self, nodes: Iterable[tuple[NodeId, Incarnation]], now: float) -> None:
         """After a restart of the coordinator: every known node gets a full lease to come back in (E5)."""
@@ -115,6 +117,7 @@ class Presence:
         self.recovering_until = now + span_s
         for node_id, incarnation in nodes:
             self.nodes[node_id] = NodePresence(incarnation, now + span_s)
+            self.returning.add(node_id)
 
     def extend(self, late_s: float) -> None:
         """The coordinator itself was stalled for `late_s`: nobody is judged for that time (rule E1)."""
@@ -127,9 +130,7 @@ class Presence:
 
     def is_recovering(self, now: float) -> bool:
         """Whether some node that was known before a restart may still come back unjudged."""
-        if self.recovering_until is None or now >= self.recovering_until:
-            return False
-        return any(not node.connected for node in self.nodes.values())
+        return bool(self.returning) and self.recovering_until is not None and now < self.recovering_until
 
     def is_fresh(self, node_id: NodeId, now: float) -> bool:
         """Connected and heard within the last two intervals: may be chosen for a world (rule C1)."""
@@ -141,3 +142,4 @@ class Presence:
     def forget(self, node_id: NodeId) -> None:
         """A node is no longer a member."""
         self.nodes.pop(node_id, None)
+        self.returning.discard(node_id)

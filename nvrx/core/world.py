@@ -79,7 +79,7 @@ def _names(names: list[str]) -> str:
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     """E5, C7, D2: nodes that may be back in a moment, or that may still be writing a checkpoint."""
     if presence.is_recovering(now):
-        away = [str(one) for one, node in presence.nodes.items() if not node.connected]
+        away = sorted(str(one) for one in presence.returning)
         return Wait(f"the coordinator restarted; {_names(away)} may still come back", presence.recovering_until)
     broken = {
         str(member.info.node_id): node.lease_until
