@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 MAX_NODES = 100_000
 MAX_WORKERS_PER_NODE = 1024
+MAX_PATH_LENGTH = 4096
+MAX_FINGERPRINT_ENTRIES = 1000
+MAX_FINGERPRINT_TEXT = 8192
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 DEFAULT_LAST_CALL_S = 1.0
@@ -56,6 +59,13 @@ class Shape:
             return f"nnodes {self.min_nodes}:{self.max_nodes} breaks 1 <= MIN <= MAX <= {MAX_NODES}"
         if not 1 <= self.workers_per_node <= MAX_WORKERS_PER_NODE:
             return f"{self.workers_per_node} workers per node; 1 to {MAX_WORKERS_PER_NODE} are possible"
+        if len(self.checkpoint_path) > MAX_PATH_LENGTH:
+            return f"the checkpoint path has {len(self.checkpoint_path)} characters; at most {MAX_PATH_LENGTH}"
+        if len(self.fingerprint) > MAX_FINGERPRINT_ENTRIES:
+            return f"the fingerprint has {len(self.fingerprint)} entries; at most {MAX_FINGERPRINT_ENTRIES}"
+        for name, text in self.fingerprint.items():
+            if len(name) + len(text) > MAX_FINGERPRINT_TEXT:
+                return f"the fingerprint of {name[:64]!a} is longer than {MAX_FINGERPRINT_TEXT} characters"
         return None
 
 
