@@ -58,6 +58,13 @@ class NodePresence:
     phase: AgentPhase = AgentPhase.IDLE
     cycle: CycleNumber | None = None
     store_ports: tuple[int, ...] = ()
+    was_known: bool = False
+    """It was a member before the coordinator restarted."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Known before a restart of the coordinator, and not back."""
+        return self.was_known and not self.connected
 
 
 @dataclass
@@ -114,7 +121,7 @@ class Presence:
         span_s = max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S)
         self.recovering_until = now + span_s
         for node_id, incarnation in nodes:
-            self.nodes[node_id] = NodePresence(incarnation, now + span_s)
+            self.nodes[node_id] = NodePresence(incarnation, now + span_s, was_known=True)
 
     def extend(self, late_s: float) -> None:
         """The coordinator itself was stalled for `late_s`: nobody is judged for that time (rule E1)."""
@@ -129,7 +136,7 @@ class Presence:
         """Whether some node that was known before a restart may still come back unjudged."""
         if self.recovering_until is None or now >= self.recovering_until:
             return False
-        return any(not node.connected for node in self.nodes.values())
+        return any(node.is_awaited for node in self.nodes.values())
 
     def is_fresh(self, node_id: NodeId, now: float) -> bool:
         """Connected and heard within the last two intervals: may be chosen for a world (rule C1)."""

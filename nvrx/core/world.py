@@ -79,14 +79,14 @@ def _names(names: list[str]) -> str:
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     """E5, C7, D2: nodes that may be back in a moment, or that may still be writing a checkpoint."""
     if presence.is_recovering(now):
-        away = [str(one) for one, node in presence.nodes.items() if not node.connected]
+        away = [str(one) for one, node in presence.nodes.items() if node.is_awaited]
         return Wait(f"the coordinator restarted; waiting for {_names(away)} to come back", presence.recovering_until)
     broken = [
         node.lease_until
         for seat in (run.cycle.seats if run.cycle is not None else ())
         if (member := run.live(seat.node.node_id)) is not None
         and (node := presence.nodes.get(seat.node.node_id)) is not None
-        and node.incarnation == member.info.incarnation
+        and node.incarnation == member.info.incarnation == seat.node.incarnation
         and not node.connected
         and now < node.lease_until
     ]
@@ -153,7 +153,9 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
         reason = f"{shortage.reason} ({reason})"
     if run.short_since is None:
         return Wait(reason)
-    gives_up_at = run.short_since + run.settings.join_timeout_s
+    ended_at = run.cycle.ended_at if run.cycle is not None else None
+    # a cycle may outlive its members, once they had finished: nobody has waited for nodes while it ran
+    gives_up_at = max(run.short_since, ended_at or 0.0) + run.settings.join_timeout_s
     if now < gives_up_at:
         return Wait(reason, None, gives_up_at)
     waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"
@@ -167,7 +169,7 @@ def _name_with_order(run: Run, member: Member) -> str:
 
 
 def _recently_gone(run: Run) -> Iterator[Member]:
-    if run.cycle is None:
+    if run.cycle is None or run.cycle.number < run.life_began_with:
         return
     for seat in run.cycle.seats:
         member = run.members.get(seat.node.node_id)

@@ -85,6 +85,7 @@ class World:
     facts: list[Fact] = field(default_factory=list)
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     next_beat: float = 1.0
+    offers_fresh_ports: bool = True
 
     def __post_init__(self) -> None:
         self.presence = Presence(self.timing, self.store)
@@ -223,6 +224,9 @@ class World:
         if known is None or known.incarnation != node.incarnation:
             node.is_heard = False
             return
+        if self.offers_fresh_ports:
+            used = [one.master.port for one in self.run.cycles if one.master and one.master.address == node.address]
+            node.ports_used = max(used, default=FIRST_PORT - 1) + 1 - FIRST_PORT
         if self.presence.heard(node.name, node.phase, node.cycle, node.ports, self.now):
             self.tick()
 
@@ -272,9 +276,6 @@ class World:
             if not node.is_heard:
                 continue
             node.phase, node.cycle = AgentPhase.RUNNING, self.cycle.number
-            master = self.cycle.master
-            if master is not None and master.address == node.address:
-                node.ports_used = master.port + 1 - FIRST_PORT
             self.hear(name)
 
     def report(self, name: str, exits: Sequence[WorkerExit], cycle: CycleNumber | None = None) -> list[Fact]:
