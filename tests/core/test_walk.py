@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvrx.core.facts import CycleEnded
 from nvrx.core.ids import CycleNumber
 from nvrx.core.presence import AgentPhase
 from nvrx.core.refused import Refused
@@ -127,12 +126,10 @@ class Walk(RuleBasedStateMachine):
 
     @rule(late_s=st.sampled_from([0.5, 20.0]))
     def stall(self, late_s: float) -> None:
-        """The coordinator is suspended, and knows it (rule E1): that alone makes nobody lost."""
-        lost = len(self.world.of(CycleEnded))
+        """The coordinator is suspended, and knows it (rule E1)."""
         self.world.now += late_s
         self.world.presence.extend(late_s)
         self.world.next_beat += late_s
-        del lost
 
     @invariant()
     def someone_is_told_what_to_do(self) -> None:
@@ -170,5 +167,5 @@ class Walk(RuleBasedStateMachine):
 
 TestWalk = pytest.mark.rule("C5", "D1", "D2", "D5", "E5")(Walk.TestCase)
 TestWalk.settings = settings(
-    max_examples=120, stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None
+    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None
 )
