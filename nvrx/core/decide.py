@@ -90,7 +90,8 @@ def _leave(run: Run, command: Leave, now: float) -> list[Fact]:
         return []
     require_member(run, command.node_id, command.incarnation)
     cycle = run.cycle
-    works = cycle is not None and cycle.is_live and command.node_id in cycle.seat_of
+    seat = cycle.seat_of.get(command.node_id) if cycle is not None else None
+    works = seat is not None and seat.node.incarnation == command.incarnation
     until = now + command.stop_grace_s + STOPPING_MARGIN_S
     return [
         NodeLeft(
@@ -162,12 +163,15 @@ def _loss(run: Run, cycle: Cycle, now: float) -> Failure:
     gone = [seat for seat in cycle.seats if seat.node.node_id in cycle.lost]
     first = min(gone, key=lambda seat: (run.members[seat.node.node_id].gone_at or now, seat.group_rank))
     member = run.members[first.node.node_id]
+    why = member.gone_reason
+    if member.info.incarnation != first.node.incarnation:
+        why = f"replaced by incarnation {member.info.incarnation}"
     others = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
     return Failure(
         cause=Cause.NODE_LEFT if member.membership is Membership.LEFT else Cause.NODE_LOST,
         node_id=first.node.node_id,
         group_rank=first.group_rank,
-        message=f"{member.gone_reason}{others}",
+        message=f"{why}{others}",
         at=member.gone_at or now,
     )
 
@@ -273,12 +277,11 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
     if not run.is_open:
         return None
     times = [
-        node.lease_until
+        # while some are still away after a restart, nobody is judged
+        max(node.lease_until, presence.recovering_until or 0.0) if presence.is_recovering(now) else node.lease_until
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]
-    if presence.recovering_until is not None and presence.recovering_until > now:
-        times.append(presence.recovering_until)
     if run.cycle is None or not run.cycle.is_live:
         found = next_world(run, presence, now)
         if isinstance(found, Wait):

@@ -168,7 +168,7 @@ class Replacement:
 
 def replacements(run: Run, cycle: Cycle) -> Iterator[Replacement]:
     """Who was replaced by whom when `cycle` was chosen, paired in group-rank order."""
-    before = run.find_cycle(CycleNumber(cycle.number - 1))
+    before = next((one for one in reversed(run.cycles) if one.number < cycle.number), None)
     if before is None:
         return
     left = [seat.node.node_id for seat in before.seats if seat.node.node_id not in cycle.seat_of]

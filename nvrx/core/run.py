@@ -229,7 +229,7 @@ def _reopened(run: Run, fact: RunReopened) -> Run:
         state=RunState.OPEN,
         shape=fact.shape,
         settings=fact.settings,
-        restart_count=fact.restart_count,
+        restart_count=max(run.restart_count, fact.restart_count),
         life_began_with=run.next_cycle,
         short_since=fact.at,
         stopping={},

@@ -82,8 +82,8 @@ class Settings:
         """Why no run can have these settings, in one line; None if one can."""
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if value is not None and value < 0:
-                return f"{one.name} is {value}; it cannot be negative"
+            if value is not None and not value >= 0:
+                return f"{one.name} is {value}; a number from 0 up is possible"
         return None
 
 

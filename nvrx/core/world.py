@@ -86,7 +86,7 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
         for seat in (run.cycle.seats if run.cycle is not None else ())
         if (member := run.live(seat.node.node_id)) is not None
         and (node := presence.nodes.get(seat.node.node_id)) is not None
-        and node.incarnation == member.info.incarnation
+        and node.incarnation == member.info.incarnation == seat.node.incarnation
         and not node.connected
         and now < node.lease_until
     }
@@ -133,7 +133,7 @@ def _spent_budget(run: Run) -> str | None:
     settings = run.settings
     happened = f"cycle {last.number}: {describe_failure(run, last.failure)}"
     restarts, replaced = restarts_used(run), replacements_used(run)
-    if restarts > settings.max_restarts or (settings.max_restarts == 0 and restarts + replaced > 0):
+    if restarts > settings.max_restarts or settings.max_restarts == 0:
         return f"{happened}; max_restarts {settings.max_restarts} is used up"
     if settings.max_replacements is not None and replaced > settings.max_replacements:
         return f"{happened}; max_replacements {settings.max_replacements} is used up"
@@ -155,7 +155,9 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
         reason = f"{shortage.reason} ({reason})"
     if run.short_since is None:
         return Wait(reason)
-    gives_up_at = run.short_since + run.settings.join_timeout_s
+    ended_at = run.cycle.ended_at if run.cycle is not None else None
+    # a cycle may outlive its members, once they had finished: nobody has waited for nodes while it ran
+    gives_up_at = max(run.short_since, ended_at or 0.0) + run.settings.join_timeout_s
     if now < gives_up_at:
         return Wait(reason, None, gives_up_at)
     waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"
@@ -169,7 +171,7 @@ def _name_with_order(run: Run, member: Member) -> str:
 
 
 def _recently_gone(run: Run) -> Iterator[Member]:
-    if run.cycle is None:
+    if run.cycle is None or run.cycle.number < run.life_began_with:
         return
     for seat in run.cycle.seats:
         member = run.members.get(seat.node.node_id)
