@@ -200,10 +200,9 @@ class Engine:
             older.is_superseded = True
             older.news.set()
         hosted.sessions[node_id] = session
-        now = self.now(hosted)
-        hosted.presence.joined(node_id, incarnation, now)
-        hosted.presence.connected(node_id, now)
-        self.nudge(session.run_id)
+        if _is_present(hosted, session):
+            hosted.presence.connected(node_id, self.now(hosted))
+            self.nudge(session.run_id)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -219,8 +218,11 @@ class Engine:
     def heard(
         self, session: Session, phase: AgentPhase, cycle: CycleNumber | None, store_ports: tuple[int, ...]
     ) -> None:
-        """Renew a lease at once, not behind the journal."""
+        """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
         hosted = self.runs[session.run_id]
+        require_member(hosted.run, session.node_id, session.incarnation)
+        if not _is_present(hosted, session):
+            return
         if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):
             self.nudge(session.run_id)
 
@@ -385,3 +387,9 @@ class Engine:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
         self._journal.close()
+
+
+def _is_present(hosted: Hosted, session: Session) -> bool:
+    """False while the loss of the session's incarnation is being written: what it says then changes nothing."""
+    known = hosted.presence.nodes.get(session.node_id)
+    return known is not None and known.incarnation == session.incarnation

@@ -285,7 +285,7 @@ class HandAgent:
     ) -> heartbeat_pb2.HeartbeatResponse:
         """The first answer that asks for `action` (about `cycle`), the last one heard included."""
         answer = self.last if self.last is not None else await self.read()
-        while answer.desired.action != action or (cycle is not None and answer.desired.cycle != cycle):
+        while not (answer.desired.action == action and (cycle is None or _is_about(answer.desired, cycle))):
             answer = await self.read()
         return answer
 
@@ -322,6 +322,10 @@ class HandAgent:
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
             await self.call.read()
         self.last = None
+
+
+def _is_about(desired: heartbeat_pb2.DesiredState, cycle: int) -> bool:
+    return desired.HasField("cycle") and desired.cycle == cycle
 
 
 async def world(served: Served, count: int = 3, *, cycle: int = 0, active: int = 2, **given: Any) -> list[HandAgent]:
