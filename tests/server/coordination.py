@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -138,15 +138,13 @@ def info_of(error: grpc.RpcError) -> error_details_pb2.ErrorInfo:
 
 async def refused(call: Any, code: grpc.StatusCode, reason: str) -> dict[str, str]:
     """Await a call that must be refused so; the metadata of its ErrorInfo."""
-    try:
+    with pytest.raises(grpc.aio.AioRpcError) as seen:
         async with asyncio.timeout(WAIT_S):
-            answer = await call
-    except grpc.aio.AioRpcError as error:
-        assert error.code() is code, f"{error.code()}: {error.details()}"
-        info = info_of(error)
-        assert info.reason == reason, f"{info.reason}: {error.details()}"
-        return dict(info.metadata)
-    raise AssertionError(f"not refused: {answer}")
+            await call
+    assert seen.value.code() is code, seen.value.details()
+    info = info_of(seen.value)
+    assert info.reason == reason, seen.value.details()
+    return dict(info.metadata)
 
 
 def exited(
@@ -339,26 +337,3 @@ async def world(served: Served, count: int = 3, *, cycle: int = 0, active: int =
         await agent.started(cycle)
     await served.until_fact("CycleRunning", run_id=agents[0].run_id)
     return agents
-
-
-class Expecting:
-    """`async with Expecting(code, reason) as seen:` around a call that must be refused; `seen.info` has the rest."""
-
-    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
-        self.code = code
-        self.reason = reason
-        self.info = error_details_pb2.ErrorInfo()
-        self.message = ""
-
-    async def __aenter__(self) -> Expecting:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        assert isinstance(error, grpc.aio.AioRpcError), f"not refused ({error!r})"
-        assert error.code() is self.code, f"{error.code()}: {error.details()}"
-        self.info = info_of(error)
-        self.message = error.details() or ""
-        assert self.info.reason == self.reason
-        return True

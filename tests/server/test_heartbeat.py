@@ -44,7 +44,7 @@ async def served() -> AsyncIterator[Served]:
 
 def reason_of(error: grpc.aio.AioRpcError, code: grpc.StatusCode) -> str:
     assert error.code() is code, error.details()
-    return info_of(error).reason
+    return str(info_of(error).reason)
 
 
 async def refusal(served: Served, request: heartbeat_pb2.HeartbeatRequest) -> grpc.aio.AioRpcError:
