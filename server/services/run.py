@@ -12,10 +12,12 @@ from nvrx.wire import views
 
 from ..engine import Engine, Hosted, Watch
 from ..journals import Row
-from ..journals.codec import to_plain
+from ..journals.codec import encode, to_plain
 from .answering import Context, answering, fill, page_of, refuse
 
 FACTS_AT_ONCE = 500
+MAX_DETAIL = 1024 * 1024
+"""Characters of JSON. The world of thousands of nodes is one fact, larger than a default client takes (rule H4)."""
 
 
 class RunService(run_pb2_grpc.RunServiceServicer):
@@ -122,4 +124,7 @@ def _first(from_revision: int) -> Revision:
 
 
 def _fact(row: Row) -> run_pb2.Fact:
+    size = len(encode(row.fact))
+    if size > MAX_DETAIL:
+        return views.fact_message(row.revision, row.fact, {"omitted": f"{size} characters; rank maps come in pages"})
     return views.fact_message(row.revision, row.fact, to_plain(row.fact))
