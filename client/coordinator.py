@@ -164,6 +164,7 @@ class Coordinator:
                 whole = page.rank_map
             else:
                 whole.nodes.extend(page.rank_map.nodes)
+                whole.standbys.extend(page.rank_map.standbys)
             token = page.next_page_token
         return whole
 

@@ -5,16 +5,23 @@ Knows no rule: which code a reason has, and how it is packed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from urllib.parse import quote
+
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from nvrx.commandline import one_line
 from nvrx.core.refused import Reason, Refused
 
 DOMAIN = "nvrx"
-MAX_STATUS_TEXT = 2048
+# A status travels in headers: a default client refuses more than 16 KiB of them, and above 8 KiB some of them.
+MAX_STATUS_TEXT = 1024
 MAX_DETAILS = 64
+MAX_DETAIL_BYTES = 4096
+_VALUE_LENGTHS = (256, 64, 16)
 
 _CODES = {
     Reason.RUN_FULL: code_pb2.RESOURCE_EXHAUSTED,
@@ -44,11 +51,34 @@ def code_of(reason: Reason) -> grpc.StatusCode:
 
 def to_status(refused: Refused) -> status_pb2.Status:
     """The refusal as a `google.rpc.Status`; long texts and lists are cut to what fits in a header."""
-    details = {key: value[:256] for key, value in list(refused.details.items())[:MAX_DETAILS]}
-    info = error_details_pb2.ErrorInfo(reason=refused.reason.value, domain=DOMAIN, metadata=details)
+    info = error_details_pb2.ErrorInfo(reason=refused.reason.value, domain=DOMAIN, metadata=_fitting(refused.details))
     packed = any_pb2.Any()
     packed.Pack(info)
-    return status_pb2.Status(code=_CODES[refused.reason], message=refused.message[:MAX_STATUS_TEXT], details=[packed])
+    return status_pb2.Status(code=_CODES[refused.reason], message=_cut(refused.message), details=[packed])
+
+
+def _cut(message: str) -> str:
+    """One line: as much of a message as fits in MAX_STATUS_TEXT when percent-encoded, as gRPC sends it."""
+    message = one_line(message[:MAX_STATUS_TEXT])
+    while len(quote(message, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")) > MAX_STATUS_TEXT:
+        message = message[: len(message) * 3 // 4]
+    return message
+
+
+def _fitting(details: Mapping[str, str]) -> dict[str, str]:
+    """Details with values shortened until all fit in MAX_DETAIL_BYTES; the last ones go where even that is too much."""
+    given = [(key[:128], value) for key, value in list(details.items())[:MAX_DETAILS]]
+    for length in _VALUE_LENGTHS:
+        shown = {key: value[:length] for key, value in given}
+        if _bytes(shown) <= MAX_DETAIL_BYTES:
+            return shown
+    while _bytes(shown) > MAX_DETAIL_BYTES:
+        shown.popitem()
+    return shown
+
+
+def _bytes(details: Mapping[str, str]) -> int:
+    return sum(len(key.encode()) + len(value.encode()) for key, value in details.items())
 
 
 def refused_from(error: grpc.aio.AioRpcError) -> Refused | None:

@@ -33,8 +33,9 @@ log = logging.getLogger("nvrx.coord")
 MAX_RUNS = 1000
 MAX_WATCHED = 4096
 DEFAULT_RUN = RunId("default")
+_PULSE_S = 0.25
 _STALL_S = 0.25
-"""A timer later than this means that the coordinator itself was stalled."""
+"""A pulse later than this means that the coordinator itself was stalled."""
 
 
 class Session:
@@ -52,7 +53,7 @@ class Session:
 
 
 class Watch:
-    """A bounded queue of a run's new rows; `overflowed` once the watcher was too slow."""
+    """A bounded queue of a run's new rows, None at the end; `overflowed` once the watcher was too slow."""
 
     def __init__(self, after: Revision) -> None:
         self.after = after
@@ -122,6 +123,7 @@ class Engine:
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._writer = ThreadPoolExecutor(1, "nvrx-journal")
         self._timer_at: float | None = None
+        self._pulse_at: float | None = None
         self.closed = asyncio.Event()
         """Set whenever a run closes."""
 
@@ -201,10 +203,9 @@ class Engine:
             older.is_superseded = True
             older.news.set()
         hosted.sessions[node_id] = session
-        now = self.now(hosted)
-        hosted.presence.joined(node_id, incarnation, now)
-        hosted.presence.connected(node_id, now)
-        self.nudge(session.run_id)
+        if _is_present(hosted, session):
+            hosted.presence.connected(node_id, self.now(hosted))
+            self.nudge(session.run_id)
         return session
 
     def close_session(self, session: Session) -> None:
@@ -220,8 +221,11 @@ class Engine:
     def heard(
         self, session: Session, phase: AgentPhase, cycle: CycleNumber | None, store_ports: tuple[int, ...]
     ) -> None:
-        """Renew a lease at once, not behind the journal."""
+        """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
         hosted = self.runs[session.run_id]
+        require_member(hosted.run, session.node_id, session.incarnation)
+        if not _is_present(hosted, session):
+            return
         if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):
             self.nudge(session.run_id)
 
@@ -230,6 +234,12 @@ class Engine:
         watch = Watch(hosted.revision)
         hosted.watches.add(watch)
         return watch
+
+    def end_watches(self) -> None:
+        """The coordinator goes down: every watch ends while its run goes on."""
+        for hosted in self.runs.values():
+            for watch in hosted.watches:
+                watch.put(None)
 
     def unwatch(self, hosted: Hosted, watch: Watch) -> None:
         hosted.watches.discard(watch)
@@ -250,8 +260,17 @@ class Engine:
         """Decide until cancelled. Raises JournalError when facts can no longer be kept."""
         for run_id in self.runs:
             self.nudge(run_id)
+        pulse = asyncio.create_task(self._pulse(), name="pulse")
+        try:
+            while True:
+                await self._step(await self._next_batch())
+        finally:
+            pulse.cancel()
+
+    async def _pulse(self) -> None:
         while True:
-            await self._step(await self._next_batch())
+            self._bear_own_stall()
+            await asyncio.sleep(_PULSE_S)
 
     async def _next_batch(self) -> list[_Pending]:
         batch: list[_Pending] = []
@@ -267,7 +286,13 @@ class Engine:
         return batch
 
     def _bear_own_stall(self) -> None:
-        late_s = 0.0 if self._timer_at is None else self._clock() - self._timer_at
+        """E1: suspended, paused or starved for a while, the coordinator holds that time against nobody.
+
+        Called by a steady pulse, and before anything is decided: after a stall no lease is judged first.
+        """
+        now = self._clock()
+        late_s = 0.0 if self._pulse_at is None else now - self._pulse_at
+        self._pulse_at = now + _PULSE_S
         if late_s > _STALL_S:
             log.warning("the coordinator was stalled for %.1f s; all leases are extended by that", late_s)
             for hosted in self.runs.values():
@@ -303,7 +328,7 @@ class Engine:
         facts: list[Fact] = []
         hosted = self.runs.get(run_id) or work.opening.get(run_id)
         if hosted is None:
-            hosted, opened = self._open(run_id, command)
+            hosted, opened = self._open(run_id, command, len(self.runs) + len(work.opening))
             facts.append(opened)
         run = work.runs.get(run_id, hosted.run)
         now = self.now(hosted)
@@ -321,14 +346,14 @@ class Engine:
         work.runs[run_id] = run
         work.revisions[run_id] = revision
 
-    def _open(self, run_id: RunId, command: Command) -> tuple[Hosted, RunOpened]:
+    def _open(self, run_id: RunId, command: Command, there: int) -> tuple[Hosted, RunOpened]:
         """The first Join of an id opens a run (rule A3). Raises Refused, and then there is none."""
         if not isinstance(command, Join):
             raise Refused(Reason.UNKNOWN_RUN, f"there is no run {run_id[:128]!a} here", {"run_id": run_id[:128]})
         problem = name_problem("run id", run_id)
         if problem is not None:
             raise Refused(Reason.INVALID_FIELD, problem, {"run_id": ascii(run_id[:128])})
-        if len(self.runs) >= MAX_RUNS:
+        if there >= MAX_RUNS:
             raise Refused(Reason.LIMIT_EXCEEDED, f"this coordinator keeps at most {MAX_RUNS} runs", {})
         opened = RunOpened(0.0, run_id, command.shape, check_join(command))
         hosted = Hosted(evolve(None, opened), Presence(self.timing, self._store), self._clock())
@@ -386,3 +411,9 @@ class Engine:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
         self._journal.close()
+
+
+def _is_present(hosted: Hosted, session: Session) -> bool:
+    """False while the loss of the session's incarnation is being written: what it says then changes nothing."""
+    known = hosted.presence.nodes.get(session.node_id)
+    return known is not None and known.incarnation == session.incarnation

@@ -69,6 +69,7 @@ class Viewer:
         whole: common_pb2.RankMap = next(pages).rank_map
         for page in pages:
             whole.nodes.extend(page.rank_map.nodes)
+            whole.standbys.extend(page.rank_map.standbys)
         return whole
 
 

@@ -79,8 +79,11 @@ def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
             f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options",
             {
                 "run_id": run.run_id,
-                **{f"{one.field}.run": one.run_has for one in found},
-                **{f"{one.field}.node": one.node_gives for one in found},
+                **{
+                    f"{one.field}.{side}": value
+                    for one in found
+                    for side, value in (("run", one.run_has), ("node", one.node_gives))
+                },
             },
         )
 

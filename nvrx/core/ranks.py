@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .facts import Cause, Endpoint, Failure, Placed, Seat, WorkerExit
 from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from .run import Cycle, Member, Run, SeatState
+from .topology import OrderKey, order_key, settle_source
 
 
 def first_rank(group_rank: GroupRank, workers_per_node: int) -> GlobalRank:
@@ -182,6 +183,22 @@ def failure_rank(run: Run, failure: Failure) -> GlobalRank | None:
     if failure.group_rank is None or failure.local_rank is None:
         return None
     return global_rank(failure.group_rank, failure.local_rank, run.shape.workers_per_node)
+
+
+def listed_members(run: Run) -> list[Member]:
+    """All members, present and past: active ones by group rank, then the others in infra order, those gone last."""
+    source = run.order_source or settle_source([one.info.order_sources for one in run.live_members()])
+    cycle = run.cycle
+
+    def place(member: Member) -> tuple[int, int, OrderKey]:
+        info = member.info
+        seat = cycle.seat_of.get(info.node_id) if cycle is not None else None
+        is_active = seat is not None and node_state(run, member) is NodeState.ACTIVE
+        kind = 0 if is_active else 1 if member.is_live else 2
+        group_rank = seat.group_rank if is_active and seat is not None else 0
+        return kind, group_rank, order_key(source, info.order_sources.get(source), info.node_id)
+
+    return sorted(run.members.values(), key=place)
 
 
 class NodeState(enum.Enum):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf import json_format
 
-from nvrx.core.facts import Fact, Failure, Placed
+from nvrx.core.facts import Fact, Failure, Placed, Standby
 from nvrx.core.ids import CycleNumber, Revision
 from nvrx.core.narrate import subject_of, tell
 from nvrx.core.presence import NodePresence
@@ -83,8 +83,15 @@ def rank_map_node(run: Run, mapped: MappedNode) -> common_pb2.RankMapNode:
     return row
 
 
-def rank_map(run: Run, cycle: Cycle, rows: Iterable[MappedNode], *, with_rest: bool = True) -> common_pb2.RankMap:
-    """A cycle's map with the given rows; standbys and the failure record only `with_rest`."""
+def standby_node(standby: Standby) -> common_pb2.RankMapNode:
+    """The row of a member that was not chosen."""
+    row = _row(standby.node)
+    row.reason = standby.reason
+    return row
+
+
+def rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
+    """A cycle's map, its rows left out."""
     message = common_pb2.RankMap(
         run_id=run.run_id,
         cycle=cycle.number,
@@ -96,15 +103,9 @@ def rank_map(run: Run, cycle: Cycle, rows: Iterable[MappedNode], *, with_rest: b
         world_size=run.shape.world_size,
         group_world_size=run.shape.min_nodes,
         workers_per_node=run.shape.workers_per_node,
-        nodes=[rank_map_node(run, one) for one in rows],
     )
-    if with_rest:
-        for standby in cycle.standbys:
-            row = _row(standby.node)
-            row.reason = standby.reason
-            message.standbys.append(row)
-        if cycle.failure is not None:
-            message.failure.CopyFrom(_failure(run, cycle, cycle.failure))
+    if cycle.failure is not None:
+        message.failure.CopyFrom(_failure(run, cycle, cycle.failure))
     return message
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from nvrx.core.refused import Reason, Refused
-from nvrx.errors import to_status
+from nvrx.errors import MAX_STATUS_TEXT, to_status
 
 log = logging.getLogger("nvrx.coord")
 
@@ -29,7 +29,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 async def refuse(context: Context, refused: Refused) -> None:
     """End the rpc with the refusal's status; one log line."""
-    log.info("refused %s: %s", refused.reason.value, refused.message)
+    log.info("refused %s: %s", refused.reason.value, refused.message[:MAX_STATUS_TEXT])
     await context.abort_with_status(rpc_status.to_status(to_status(refused)))
 
 

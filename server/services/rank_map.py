@@ -9,7 +9,7 @@ from nvrx.core.ids import CycleNumber, GlobalRank, NodeId
 from nvrx.core.ranks import WorkerPlace, find_gpu, find_node, find_rank, mapped_nodes
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Cycle, Run
-from nvrx.v1 import rank_map_pb2, rank_map_pb2_grpc
+from nvrx.v1 import common_pb2, rank_map_pb2, rank_map_pb2_grpc
 from nvrx.wire import views
 
 from ..engine import Engine
@@ -56,9 +56,15 @@ class RankMapService(rank_map_pb2_grpc.RankMapServiceServicer):
         run = self._engine.find(request.run_id).run
         cycle = pick_cycle(run, request.cycle if request.HasField("cycle") else None)
         page = page_of(request.page_size, request.page_token)
-        response = rank_map_pb2.GetRankMapResponse(rank_map=views.rank_map(run, cycle, (), with_rest=page.begin == 0))
-        rows = (views.rank_map_node(run, one) for one in itertools.islice(mapped_nodes(run, cycle), page.begin, None))
-        response.next_page_token = fill(page, rows, response.rank_map.nodes)
+        response = rank_map_pb2.GetRankMapResponse(rank_map=views.rank_map(run, cycle))
+        nodes = (views.rank_map_node(run, one) for one in mapped_nodes(run, cycle))
+        standbys = (views.standby_node(one) for one in cycle.standbys)
+        rows = itertools.islice(itertools.chain(nodes, standbys), page.begin, None)
+        on_page = common_pb2.RankMap()
+        response.next_page_token = fill(page, rows, on_page.nodes)
+        active = max(0, len(cycle.seats) - page.begin)
+        response.rank_map.nodes.extend(on_page.nodes[:active])
+        response.rank_map.standbys.extend(on_page.nodes[active:])
         return response
 
     @answering
@@ -79,8 +85,7 @@ class RankMapService(rank_map_pb2_grpc.RankMapServiceServicer):
     ) -> rank_map_pb2.LookupRankResponse:
         run = self._engine.find(request.run_id).run
         page = page_of(request.page_size, request.page_token)
-        found = list(_find(run, request))
-        found.reverse()
+        found = sorted(_find(run, request), key=lambda place: place.cycle.number, reverse=True)
         response = rank_map_pb2.LookupRankResponse()
         rows = (views.lookup_match(run, place) for place in found[page.begin :])
         response.next_page_token = fill(page, rows, response.matches)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import collections
-import itertools
 
 from nvrx.core.ids import Revision
-from nvrx.core.ranks import node_state
+from nvrx.core.ranks import listed_members, node_state
 from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import run_pb2, run_pb2_grpc
 from nvrx.wire import views
 
 from ..engine import Engine, Hosted, Watch
 from ..journals import Row
-from ..journals.codec import to_plain
+from ..journals.codec import encode, to_plain
 from .answering import Context, answering, fill, page_of, refuse
 
 FACTS_AT_ONCE = 500
+MAX_DETAIL = 1024 * 1024
+"""Characters of JSON. The world of thousands of nodes is one fact, larger than a default client takes (rule H4)."""
 
 
 class RunService(run_pb2_grpc.RunServiceServicer):
@@ -50,10 +51,9 @@ class RunService(run_pb2_grpc.RunServiceServicer):
         hosted = self._engine.find(request.run_id)
         page = page_of(request.page_size, request.page_token)
         now = self._engine.now(hosted)
-        members = itertools.islice(hosted.run.members.items(), page.begin, None)
         rows = (
-            views.node_message(hosted.run, member, hosted.presence.nodes.get(node_id), now)
-            for node_id, member in members
+            views.node_message(hosted.run, member, hosted.presence.nodes.get(member.info.node_id), now)
+            for member in listed_members(hosted.run)[page.begin :]
         )
         response = run_pb2.ListNodesResponse()
         response.next_page_token = fill(page, rows, response.nodes)
@@ -63,7 +63,7 @@ class RunService(run_pb2_grpc.RunServiceServicer):
     async def ListFacts(self, request: run_pb2.ListFactsRequest, context: Context) -> run_pb2.ListFactsResponse:
         hosted = self._engine.find(request.run_id)
         page = page_of(request.page_size, request.page_token)
-        first = Revision(max(1, request.from_revision, page.begin))
+        first = Revision(max(_first(request.from_revision), page.begin))
         limit = min(page.size, FACTS_AT_ONCE)
         rows = await self._engine.read_facts(hosted.run.run_id, first, limit + 1)
         response = run_pb2.ListFactsResponse()
@@ -77,10 +77,11 @@ class RunService(run_pb2_grpc.RunServiceServicer):
     ) -> None:
         try:
             hosted = self._engine.find(request.run_id)
+            first = _first(request.from_revision)
             watch = self._engine.watch(hosted)
             try:
-                await self._replay(hosted, watch, Revision(max(1, request.from_revision)), context)
-                await self._follow(hosted, watch, context)
+                await self._replay(hosted, watch, first, context)
+                await self._follow(hosted, watch, first, context)
             finally:
                 self._engine.unwatch(hosted, watch)
         except Refused as refused:
@@ -94,7 +95,7 @@ class RunService(run_pb2_grpc.RunServiceServicer):
                 await context.write(run_pb2.WatchFactsResponse(fact=_fact(row)))
             first = Revision(first + len(rows))
 
-    async def _follow(self, hosted: Hosted, watch: Watch, context: Context) -> None:
+    async def _follow(self, hosted: Hosted, watch: Watch, first: Revision, context: Context) -> None:
         while hosted.run.is_open or not watch.rows.empty():
             row = await watch.rows.get()
             if watch.overflowed:
@@ -104,9 +105,26 @@ class RunService(run_pb2_grpc.RunServiceServicer):
                     {"run_id": hosted.run.run_id},
                 )
             if row is None:
-                return
-            await context.write(run_pb2.WatchFactsResponse(fact=_fact(row)))
+                break
+            if row.revision >= first:
+                await context.write(run_pb2.WatchFactsResponse(fact=_fact(row)))
+        if hosted.run.is_open:
+            raise Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; watch again from where you are", {})
+
+
+def _first(from_revision: int) -> Revision:
+    """The revision to begin with. Raises Refused for one that there cannot be."""
+    if from_revision < 0:
+        raise Refused(
+            Reason.INVALID_FIELD,
+            f"from_revision is {from_revision}; give 0 (from the beginning) or more",
+            {"field": "from_revision"},
+        )
+    return Revision(max(1, from_revision))
 
 
 def _fact(row: Row) -> run_pb2.Fact:
+    size = len(encode(row.fact))
+    if size > MAX_DETAIL:
+        return views.fact_message(row.revision, row.fact, {"omitted": f"{size} characters; rank maps come in pages"})
     return views.fact_message(row.revision, row.fact, to_plain(row.fact))

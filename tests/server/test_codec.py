@@ -1,0 +1,73 @@
+"""Facts as JSON: what goes in comes out the same, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import HealthCheck, given, settings
+
+from nvrx.core.facts import Fact
+from nvrx.core.ids import Revision
+from nvrx.server.journals.codec import UnreadableFact, decode, encode, kind_of, to_plain
+from nvrx.wire.views import fact_message
+
+from .facts import EXAMPLES, KINDS, any_fact
+
+
+def test_there_is_an_example_of_every_kind() -> None:
+    assert {type(one) for one in EXAMPLES} == set(KINDS)
+
+
+@pytest.mark.rule("E5")
+@pytest.mark.parametrize("fact", EXAMPLES, ids=lambda fact: type(fact).__name__)
+def test_a_fact_comes_back_as_it_was(fact: Fact) -> None:
+    text = encode(fact)
+    assert "\n" not in text
+    again = decode(kind_of(fact), text)
+    assert again == fact
+    assert encode(again) == text
+
+
+@pytest.mark.rule("E5")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(any_fact())
+def test_any_fact_comes_back_as_it_was(fact: Fact) -> None:
+    assert decode(kind_of(fact), encode(fact)) == fact
+
+
+@pytest.mark.rule("E5")
+@pytest.mark.parametrize("fact", EXAMPLES, ids=lambda fact: type(fact).__name__)
+def test_a_fact_can_be_shown(fact: Fact) -> None:
+    message = fact_message(Revision(1), fact, to_plain(fact))
+    assert message.kind == kind_of(fact)
+    assert message.text
+    assert "\n" not in message.text
+    assert json.loads(json_format.MessageToJson(message.detail)).keys() == to_plain(fact).keys()
+
+
+@pytest.mark.rule("A8")
+def test_fields_of_a_later_version_are_ignored_and_missing_ones_take_their_defaults() -> None:
+    fact = decode("NodeLeft", '{"at": 1.0, "node_id": "n", "incarnation": "i", "reason": "", "colour": "blue"}')
+    assert fact == decode("NodeLeft", '{"at": 1, "node_id": "n", "incarnation": "i", "reason": "", "time": 0}')
+
+
+@pytest.mark.rule("E5")
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("NodePainted", "{}"),
+        ("Happened", '{"at": 1}'),
+        ("CycleRunning", "{"),
+        ("CycleRunning", ""),
+        ("CycleRunning", "[]"),
+        ("CycleRunning", "null"),
+        ("CycleRunning", '{"at": 1}'),
+        ("CycleRunning", '{"at": "x", "cycle": 0}'),
+        ("RunClosed", '{"at": 1, "state": "PAINTED", "reason": "", "exit_code": 0}'),
+    ],
+)
+def test_what_is_no_fact_is_named(kind: str, body: str) -> None:
+    with pytest.raises(UnreadableFact, match=kind):
+        decode(kind, body)
