@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from .app import run_node
 from .check import check_node
 from .config import DEFAULT_COORDINATOR_GRACE_S, DEFAULT_STOP_GRACE_S, JoinOptions, resolve
 from .local_coordinator import with_local_coordinator
+
+log = logging.getLogger("nvrx.node")
 
 PROGRAM = "nvrx-node"
 
@@ -162,6 +165,7 @@ def join(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: An
     logs.start(given["log_level"], given["log_format"])
     try:
         resolve(options)
+        _warn_of_loopback(options)
         with with_local_coordinator(options) as found:
             return asyncio.run(run_node(resolve(found), _version()))
     finally:
@@ -176,6 +180,13 @@ def check(worker_command: tuple[str, ...], /, stray: tuple[str, ...], **given: A
     """Make the checks of join, reach the coordinator, and start nothing."""
     config = resolve(_options(given, worker_command or (sys.executable,), stray))
     return asyncio.run(check_node(config))
+
+
+def _warn_of_loopback(options: JoinOptions) -> None:
+    """Several nodes and a coordinator on loopback: right on one host only; elsewhere each host would ask itself."""
+    for one in options.coordinators:
+        if one.is_loopback and one.port != 0 and options.nnodes.max_nodes > 1:
+            log.warning("coordinator %s is reached from this host only; agents on other hosts need its address", one)
 
 
 def _options(given: dict[str, Any], worker_command: tuple[str, ...], stray: tuple[str, ...]) -> JoinOptions:
