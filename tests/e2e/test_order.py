@@ -129,7 +129,7 @@ def test_rank_0_is_where_the_others_connect(cluster: Cluster) -> None:
 
 @pytest.mark.rule("H1", "H4")
 def test_the_rank_map_shows_zeros_and_names(cluster: Cluster) -> None:
-    """C024: rank 0, group rank 0, local rank 0 and every node's state are printed, also by a client without defaults."""
+    """C024: rank 0, group rank 0, local rank 0 and every node's state are printed, whatever the client."""
     cluster.serve()
     cluster.join_all("oak fir", "--nnodes", "2")
     cluster.wait_for("CycleRunning", 0)
