@@ -51,6 +51,9 @@ log = logging.getLogger("nvrx.node")
 LAST_WORDS_WITHIN_S = 2.0
 """How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
 
+ANSWER_WITHIN_S = 1.0
+"""How long an agent told to end waits for the answer to a Join that is under way."""
+
 
 @dataclass
 class _Life:
@@ -140,15 +143,18 @@ class NodeAgent:
                 lambda address: self._command(incarnation, address),
                 self._config.options.advertise_addr,
                 self._config.options.join_timeout_s,
+                self._signalled,
             )
         )
         stopped = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait([joining, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done():
+            # A Join that is under way may make this node a member, who then has to leave.
+            await asyncio.wait([joining], timeout=ANSWER_WITHIN_S)
+            admitted = joining.result() if joining.done() else None
+            if admitted is None:
                 log.info("%s came before the coordinator answered", self._signal.name if self._signal else "a signal")
-                return None
-            return joining.result()
+            return admitted
         except GivenUp as error:
             raise Failed(str(error), error.exit_code) from error
         finally:

@@ -51,6 +51,7 @@ class Cluster:
         self.address = ""
         self._stream: FactStream | None = None
         self._channel: grpc.Channel | None = None
+        self._handles: dict[int, int] = {}
 
     # ---- starting -----------------------------------------------------------------------------------------
 
@@ -186,6 +187,12 @@ class Cluster:
 
     # ---- ending -------------------------------------------------------------------------------------------
 
+    def handle(self, pid: int) -> int:
+        """A descriptor of a process, which never comes to mean another one; closed with the cluster."""
+        if pid not in self._handles:
+            self._handles[pid] = os.pidfd_open(pid)
+        return self._handles[pid]
+
     def alive(self) -> list[int]:
         """The processes of this cluster that run."""
         return marked(self.mark)
@@ -200,13 +207,15 @@ class Cluster:
         if self._channel is not None:
             self._channel.close()
         self.hall.close()
+        for handle in self._handles.values():
+            os.close(handle)
         for program in self.programs:
             program.process.wait(PATIENCE_S)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def parent_of(pid: int) -> int:
-    """The process that a process is a child of."""
+def supervisor_of(pid: int) -> int:
+    """The supervisor that a worker is a child of."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
