@@ -52,6 +52,9 @@ log = logging.getLogger("nvrx.node")
 LAST_WORDS_WITHIN_S = 2.0
 """How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
 
+ANSWER_WITHIN_S = 1.0
+"""How long an agent told to end waits for the answer to a Join that is under way."""
+
 
 @dataclass
 class _Life:
@@ -86,7 +89,6 @@ class NodeAgent:
     async def run(self) -> int:
         """Join, work, and return the exit code. Raises Failed with one line where it cannot go on."""
         self._catch_signals()
-        self._warn_of_loopback()
         listening = asyncio.create_task(self._hear_supervisor(), name="supervisor events")
         try:
             while True:
@@ -98,16 +100,6 @@ class NodeAgent:
             listening.cancel()
             self._ports.close()
             await self._link.close(grace_s=self._config.options.stop_grace_s)
-
-    def _warn_of_loopback(self) -> None:
-        coordinator, nnodes = self._coordinator.endpoint, self._config.options.nnodes
-        if coordinator.is_loopback and nnodes.max_nodes > 1:
-            log.warning(
-                "coordinator %s is this host's loopback: all of --nnodes %d:%d must be agents on this host",
-                coordinator,
-                nnodes.min_nodes,
-                nnodes.max_nodes,
-            )
 
     async def _live(self) -> machine.Exit | machine.Rejoin:
         """One incarnation, from joining to its end."""
@@ -154,15 +146,18 @@ class NodeAgent:
                 lambda address: self._command(incarnation, address),
                 self._config.options.advertise_addr,
                 self._config.options.join_timeout_s,
+                self._signalled,
             )
         )
         stopped = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait([joining, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not joining.done():
+            # A Join that is under way may make this node a member, who then has to leave.
+            await asyncio.wait([joining], timeout=ANSWER_WITHIN_S)
+            admitted = joining.result() if joining.done() else None
+            if admitted is None:
                 log.info("%s came before the coordinator answered", self._signal.name if self._signal else "a signal")
-                return None
-            return joining.result()
+            return admitted
         except GivenUp as error:
             raise Failed(str(error), error.exit_code) from error
         finally:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import shlex
 import sys
@@ -34,6 +35,8 @@ from .app import run_node
 from .check import check_node
 from .config import DEFAULT_COORDINATOR_GRACE_S, DEFAULT_STOP_GRACE_S, JoinOptions, resolve
 from .local_coordinator import with_local_coordinator
+
+log = logging.getLogger("nvrx.node")
 
 PROGRAM = "nvrx-node"
 
@@ -188,6 +191,7 @@ def join(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
     logs.start(given["log_level"], given["log_format"])
     try:
         resolve(options, ENVIRONMENT)
+        _warn_of_loopback(options)
         with with_local_coordinator(options) as found:
             return asyncio.run(run_node(resolve(found, ENVIRONMENT), _version()))
     finally:
@@ -206,6 +210,13 @@ def check(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
         line = dataclasses.replace(line, worker_command=(sys.executable,))
     config = resolve(_options(given, line, stray), ENVIRONMENT)
     return asyncio.run(check_node(config))
+
+
+def _warn_of_loopback(options: JoinOptions) -> None:
+    """Several nodes and a coordinator on loopback: right on one host only; elsewhere each host would ask itself."""
+    for one in options.coordinators:
+        if one.is_loopback and one.port != 0 and options.nnodes.max_nodes > 1:
+            log.warning("coordinator %s is reached from this host only; agents on other hosts need its address", one)
 
 
 def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> JoinOptions:

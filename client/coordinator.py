@@ -6,6 +6,7 @@ Knows the wire and nothing of workers. Tries the given addresses in turn when on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -175,8 +176,9 @@ async def admission(
     make_command: Callable[[str], Join],
     advertised: str | None,
     join_timeout_s: float | None,
-) -> tuple[Joined, Join]:
-    """Join, retrying what may pass. Raises GivenUp; cancel it to stop waiting.
+    stopped: asyncio.Event,
+) -> tuple[Joined, Join] | None:
+    """Join, retrying what may pass; None if `stopped` was set before an answer. Raises GivenUp.
 
     `make_command` takes this node's address. A coordinator out of reach is waited for until the join timeout, a seat
     still taken for two leases, a full run as long as it lives.
@@ -220,7 +222,11 @@ async def admission(
         if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):
             log.warning("%s", text)
             said, said_at = text, time.monotonic()
-        await asyncio.sleep(delay * random.uniform(0.7, 1.0))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay * random.uniform(0.7, 1.0)):
+                await stopped.wait()
+        if stopped.is_set():
+            return None
 
 
 def _final(refused: Refused) -> GivenUp:

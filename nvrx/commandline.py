@@ -86,7 +86,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str], **extra:
         return EXIT_USAGE
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx is not None else program
-        print(f"{path}: {one_line(error.format_message())}", file=sys.stderr)
+        print(f"{path}: {one_line(_from_where(error) + error.format_message())}", file=sys.stderr)
         return EXIT_USAGE
     except Failed as error:
         print(f"{program}: {one_line(str(error))}", file=sys.stderr)
@@ -98,6 +98,14 @@ def run(command: click.Command, program: str, arguments: Sequence[str], **extra:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _from_where(error: click.ClickException) -> str:
+    """Names the variable that a bad value came from: click's own text names the option only."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return ""
+    source = error.ctx.get_parameter_source(error.param.name or "")
+    return f"{error.param.envvar}: " if source is click.core.ParameterSource.ENVIRONMENT else ""
 
 
 def one_line(text: str) -> str:

@@ -312,9 +312,7 @@ def test_without_a_store_there_is_no_master() -> None:
 @pytest.mark.rule("C8")
 def test_deciding_looks_and_does_not_touch() -> None:
     world = trained(2, 3)
-    command = Report(
-        world.node("n0").name, world.node("n0").incarnation, (CycleExits(CycleNumber(0), (ended(0, 1),)),)
-    )
+    command = Report(world.node("n0").name, world.node("n0").incarnation, (CycleExits(CycleNumber(0), (ended(0, 1),)),))
     first = decide(world.run, world.presence, command, world.now)
     assert first == decide(world.run, world.presence, command, world.now)
     assert decide(world.run, world.presence, Tick(), world.now) == []
