@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import itertools
 
 from nvrx.core.ids import Revision
-from nvrx.core.ranks import node_state
+from nvrx.core.ranks import members_in_order, node_state
 from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import run_pb2, run_pb2_grpc
 from nvrx.wire import views
@@ -50,10 +49,9 @@ class RunService(run_pb2_grpc.RunServiceServicer):
         hosted = self._engine.find(request.run_id)
         page = page_of(request.page_size, request.page_token)
         now = self._engine.now(hosted)
-        members = itertools.islice(hosted.run.members.items(), page.begin, None)
         rows = (
-            views.node_message(hosted.run, member, hosted.presence.nodes.get(node_id), now)
-            for node_id, member in members
+            views.node_message(hosted.run, member, hosted.presence.nodes.get(member.info.node_id), now)
+            for member in members_in_order(hosted.run)[page.begin :]
         )
         response = run_pb2.ListNodesResponse()
         response.next_page_token = fill(page, rows, response.nodes)
