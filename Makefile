@@ -17,8 +17,8 @@ help:  ## list the targets
 # ensurepip is missing from some distributions' Python: pip then installs into the environment from outside.
 # $(call checked) says in one line what is missing; $(call environment,DIR) makes an environment without pip.
 define checked
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-  || { echo "nvrx needs Python 3.11 or newer; $$($(PYTHON) --version 2>&1) found; set PYTHON=/path/to/python3.11"; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+  || { echo "nvrx needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); set PYTHON=/path/to/python3.11"; exit 1; }
 @$(PYTHON) -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (22, 3))' 2>/dev/null \
   || { echo "make needs pip 22.3 or newer for $(PYTHON), to install into an environment from outside; try: $(PYTHON) -m pip install --upgrade pip"; exit 1; }
 endef

@@ -327,11 +327,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _interrupt)
     directory = Path(tempfile.mkdtemp(prefix="nvrx-demo-"))
     # torch's store looks up the name of each peer; with a slow name server that would be most of what is seen here.
-    hostnames.use_files_only(directory)
+    names_problem = hostnames.use_files_only(directory)
     processes.become_subreaper()
     every = max(LEAST_BETWEEN_CHECKPOINTS, options.steps // 10)
     training = Training(options.script.resolve(), options.steps, options.step_time, every)
     demo = Demo(directory, training, screen)
+    if names_problem:
+        screen.say(f"host names are looked up as set up here ({names_problem}): a slow name server slows each start")
     code = 1
     try:
         demo.run()
