@@ -15,13 +15,22 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 # ensurepip is missing from some distributions' Python: pip then installs into the environment from outside.
+# $(call checked) says in one line what is missing; $(call environment,DIR) makes an environment without pip.
+define checked
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+  || { echo "nvrx needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing); set PYTHON=/path/to/python3.11"; exit 1; }
+@$(PYTHON) -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (22, 3))' 2>/dev/null \
+  || { echo "make needs pip 22.3 or newer for $(PYTHON), to install into an environment from outside; try: $(PYTHON) -m pip install --upgrade pip"; exit 1; }
+endef
+environment = test -x $(1)/bin/python || $(PYTHON) -m venv --without-pip $(1)
+pip_install = $(PYTHON) -m pip --python $(1)/bin/python --disable-pip-version-check install -q --root-user-action ignore
+
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "nvrx needs Python 3.11 or newer; $$($(PYTHON) --version) found; set PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(PY) || $(PYTHON) -m venv --without-pip $(VENV)
+	$(checked)
+	@$(call environment,$(VENV))
 	@echo "installing pinned packages into $(VENV) (torch is large; this takes a minute or two the first time)"
-	$(PYTHON) -m pip --python $(PY) --disable-pip-version-check install -q $(PIP_INDEX) -c constraints.txt -e '.[torch,dev]'
-	touch $@
+	@$(call pip_install,$(VENV)) $(PIP_INDEX) -c constraints.txt -e '.[torch,dev]'
+	@touch $@
 
 demo: $(VENV)/.installed  ## watch a small real training survive the loss of a worker and of a node (about a minute)
 	$(PY) examples/demo.py
@@ -43,9 +52,11 @@ format: $(VENV)/.installed  ## rewrite the sources in the project's style
 
 # Generated code comes from an old compiler on purpose: it runs on newer protobuf runtimes, never the reverse.
 .venv-protos/.installed: constraints-protos.txt
-	test -x .venv-protos/bin/python || $(PYTHON) -m venv --without-pip .venv-protos
-	$(PYTHON) -m pip --python .venv-protos/bin/python --disable-pip-version-check install -q -r constraints-protos.txt
-	touch $@
+	$(checked)
+	@$(call environment,.venv-protos)
+	@echo "installing the protobuf compiler into .venv-protos"
+	@$(call pip_install,.venv-protos) -r constraints-protos.txt
+	@touch $@
 
 protos: .venv-protos/.installed  ## generate nvrx/v1 from protos/nvrx/v1
 	.venv-protos/bin/python protos/generate.py nvrx/v1

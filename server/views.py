@@ -279,13 +279,16 @@ def _describe(one: Any) -> str:
 
 def _print_diff(before: common_pb2.RankMap, after: common_pb2.RankMap, output: str) -> None:
     was = {one.group_rank: one.node_id for one in before.nodes}
-    now = {one.group_rank: one.node_id for one in after.nodes}
     where = {node_id: group_rank for group_rank, node_id in was.items()}
+    now = {one.node_id for one in after.nodes}
+    # Paired in group-rank order, as `cycles` shows them: a newcomer need not sit where the lost node sat.
+    left = (node_id for node_id in was.values() if node_id not in now)
+    came_for = dict(zip((one.node_id for one in after.nodes if one.node_id not in where), left, strict=False))
     rows = []
     for one in after.nodes:
         earlier = where.get(one.node_id)
         if earlier is None:
-            note = f"came, for {was[one.group_rank]}" if was.get(one.group_rank) not in now.values() else "came"
+            note = f"came, for {came_for[one.node_id]}" if one.node_id in came_for else "came"
         else:
             note = "" if earlier == one.group_rank else f"moved from group rank {earlier}"
         rows.append([_ranks(one), str(one.group_rank), was.get(one.group_rank, ""), one.node_id, note])

@@ -115,7 +115,10 @@ for fd in sorted(map(int, os.listdir('/proc/self/fd'))):
         f"1 {bench.folder}/0.out",
         f"2 {bench.folder}/0.err",
     ]
-    assert bench.output(1).split() == ["SigBlk:", "0" * 16, "SigIgn:", "0" * 16]
+    masks = dict(line.split() for line in bench.output(1).splitlines())
+    # libc keeps 32 and 33 to itself: nobody can set them, and what its posix_spawn starts, as make does, ignores them.
+    of_libc = 1 << (32 - 1) | 1 << (33 - 1)
+    assert {name: int(mask, 16) & ~of_libc for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": 0}
 
 
 @pytest.mark.rule("G5", "G8")
