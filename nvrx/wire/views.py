@@ -17,6 +17,7 @@ from nvrx.core.ranks import (
     failure_rank,
     first_rank,
     global_rank,
+    mapped_nodes,
     node_state,
     replacements,
 )
@@ -106,6 +107,14 @@ def rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
     )
     if cycle.failure is not None:
         message.failure.CopyFrom(_failure(run, cycle, cycle.failure))
+    return message
+
+
+def whole_rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
+    """A cycle's map with all its rows; whoever sends it has to mind its size."""
+    message = rank_map(run, cycle)
+    message.nodes.extend(rank_map_node(run, one) for one in mapped_nodes(run, cycle))
+    message.standbys.extend(standby_node(one) for one in cycle.standbys)
     return message
 
 

@@ -10,7 +10,7 @@ import grpc
 
 from nvrx.core.commands import Report
 from nvrx.core.ids import CycleNumber, Incarnation, NodeId, RunId
-from nvrx.core.ranks import Desired, mapped_nodes
+from nvrx.core.ranks import Desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
 from nvrx.wire import membership, views
@@ -138,7 +138,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
                 revision=hosted.revision,
                 journal_id=self._engine.journal_id,
                 term=TERM,
-                rank_map=views.rank_map(hosted.run, cycle, mapped_nodes(hosted.run, cycle)),
+                rank_map=views.whole_rank_map(hosted.run, cycle),
             )
             fits = response.ByteSize() <= MAX_SENT_MAP_BYTES
             known = self._maps[session.run_id] = _SentMap(desired.cycle, response if fits else None)
