@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import click
 
 from nvrx import logs
-from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, run
+from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, program_version, run
 from nvrx.core.endpoint import HostPort
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
 from nvrx.token import TokenError, read_token
@@ -193,7 +192,7 @@ def join(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
         resolve(options, ENVIRONMENT)
         _warn_of_loopback(options)
         with with_local_coordinator(options) as found:
-            return asyncio.run(run_node(resolve(found, ENVIRONMENT), _version()))
+            return asyncio.run(run_node(resolve(found, ENVIRONMENT), program_version()))
     finally:
         logs.finish()
 
@@ -251,13 +250,6 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         token=token,
         reopen=given["reopen"],
     )
-
-
-def _version() -> str:
-    try:
-        return version("nvrx")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

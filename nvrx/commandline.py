@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import click
@@ -106,6 +107,14 @@ def _from_where(error: click.ClickException) -> str:
         return ""
     source = error.ctx.get_parameter_source(error.param.name or "")
     return f"{error.param.envvar}: " if source is click.core.ParameterSource.ENVIRONMENT else ""
+
+
+def program_version() -> str:
+    """The version that is installed; told to the other side and shown to people."""
+    try:
+        return version("nvrx")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def one_line(text: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 
 from nvrx import logs
-from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, run
+from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, program_version, run
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import RunId, name_problem
 from nvrx.core.presence import (
@@ -101,7 +100,7 @@ def serve_command(**given: Any) -> int:
     config = _serve_config(given)
     logs.start(given["log_level"], given["log_format"])
     try:
-        asyncio.run(serve(config, _version()))
+        asyncio.run(serve(config, program_version()))
     except (StateTaken, AddressTaken) as error:
         raise Failed(str(error), EXIT_USAGE) from error
     except JournalError as error:
@@ -145,13 +144,6 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
         once=given["once"],
         allow_network_state=given["allow_network_state"],
     )
-
-
-def _version() -> str:
-    try:
-        return version("nvrx")
-    except PackageNotFoundError:
-        return "0+unknown"
 
 
 for view in VIEWS:
