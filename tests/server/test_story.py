@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 
 from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2
 from nvrx.wire.text import to_json
@@ -260,7 +261,7 @@ async def test_facts_are_listed_from_a_revision(story: Story) -> None:
     first = (await story.served.facts())[1]
     assert first.kind == "NodeJoined"
     assert first.node_id == "n0"
-    assert first.detail["node"]["address"] == "10.0.0.0"
+    assert json_format.MessageToDict(first.detail)["node"]["address"] == "10.0.0.0"
 
 
 @pytest.mark.rule("H1")
