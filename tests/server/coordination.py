@@ -42,7 +42,7 @@ RUN = "run-1"
 VERSION = "0.0-test"
 PATIENT = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=30.0)
 """Nobody is lost, and who spoke once stays fresh: for tests that are not about time."""
-QUICK = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=0.2)
+QUICK = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=0.05)
 """A broken stream is a loss soon after; silence is not."""
 
 WAIT = common_pb2.DESIRED_ACTION_WAIT

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,63 +12,14 @@ from google.protobuf import json_format
 from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2
 from nvrx.wire.text import to_json
 
-from .coordination import (
-    QUICK,
-    RUN,
-    RUN_WORKERS,
-    SUCCEEDED,
-    WAIT,
-    WAIT_S,
-    HandAgent,
-    Served,
-    exited,
-    refused,
-    serving,
-    world,
-)
+from .coordination import RUN, SUCCEEDED, WAIT, WAIT_S, HandAgent, Served, exited, refused, serving
+from .story import Story
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LOST = common_pb2.WORKER_OUTCOME_LOST
 FAILED_OUTCOME = common_pb2.WORKER_OUTCOME_FAILED
 STOPPED_OUTCOME = common_pb2.WORKER_OUTCOME_STOPPED_BY_AGENT
-
-
-@dataclass
-class Story:
-    """Cycle 0 ended by a worker of n0, cycle 1 by the loss of n1, cycle 2 goes on with n0 and n2."""
-
-    served: Served
-    agents: list[HandAgent]
-
-
-@pytest.fixture
-async def story() -> AsyncIterator[Story]:
-    async with serving(timing=QUICK) as served:
-        agents = await world(served)
-        stopped = [exited(one, None, signal="SIGTERM", by_agent=True) for one in range(2)]
-        # The others' ends are told late, when cycle 1 is there already.
-        await agents[0].report(exited(0, 7, message="CUDA error"))
-        for agent in agents[:2]:
-            await agent.until(RUN_WORKERS, 1)
-        await agents[0].report(stopped[1])
-        await agents[1].report(*stopped)
-        for agent in agents[:2]:
-            await agent.started(1)
-        first = await served.until_fact("CycleRunning")
-        second = await served.until_fact("CycleRunning", beyond=first.revision)
-        assert second.cycle == 1
-        await agents[1].break_stream()
-        promoted = await agents[2].until(RUN_WORKERS, 2)
-        assert promoted.desired.assignment.group_rank == 1
-        assert promoted.desired.assignment.first_rank == 2
-        again = await agents[0].until(RUN_WORKERS, 2)
-        assert again.failed_cycle == 1
-        assert promoted.desired.assignment.master_port != 0
-        for agent in (agents[0], agents[2]):
-            await agent.started(2)
-        await served.until_fact("CycleRunning", beyond=second.revision)
-        yield Story(served, agents)
 
 
 def placed(found: common_pb2.RankMap) -> list[tuple[str, int, int, int]]:
