@@ -30,6 +30,14 @@ def refusal(*arguments: str, code: int = 2, **changes: str) -> str:
     return lines[0]
 
 
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a refused command said in this process."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    return said.err
+
+
 async def to_the_end(watch: Any) -> None:
     """Read a stream until it ends."""
     while await watch.read() is not grpc.aio.EOF:
@@ -85,8 +93,11 @@ def test_a_taken_state_directory_is_refused_by_pid(tmp_path: Path) -> None:
 
 @pytest.mark.rule("J1")
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
-def test_beyond_loopback_it_wants_a_token_or_to_be_told(listen: str, tmp_path: Path) -> None:
-    line = refusal("serve", "--listen", listen, "--state", "memory")
+def test_beyond_loopback_it_wants_a_token_or_to_be_told(
+    listen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--listen", listen, "--state", "memory"]) == 2
+    line = one_line(capsys)
     assert "--token-file" in line
     assert "--insecure" in line
     token = tmp_path / "token"
@@ -115,11 +126,14 @@ def test_it_listens_on_ipv6() -> None:
 
 @pytest.mark.rule("J2")
 @pytest.mark.parametrize("content", [None, "", "short", "two words here", "ünïcödé-secret"])
-def test_a_token_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_token_file_that_cannot_be_used_is_refused(
+    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     token = tmp_path / "token"
     if content is not None:
         token.write_text(content)
-    line = refusal("serve", "--listen", "127.0.0.1:0", "--state", "memory", "--token-file", str(token))
+    assert main(["serve", "--listen", "127.0.0.1:0", "--state", "memory", "--token-file", str(token)]) == 2
+    line = one_line(capsys)
     assert str(token) in line
     assert not content or content not in line
 
@@ -146,10 +160,7 @@ def test_a_bad_option_is_refused_in_one_line(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "--state", "memory", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert told in said.err
+    assert told in one_line(capsys)
 
 
 @pytest.mark.rule("J6")

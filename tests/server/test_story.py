@@ -259,6 +259,27 @@ async def test_the_story_ends_well(story: Story) -> None:
     assert outcomes(await story.served.rank_map(2)) == [common_pb2.WORKER_OUTCOME_SUCCEEDED] * 2
 
 
+@pytest.mark.rule("A3", "H1", "H2")
+async def test_maps_of_an_earlier_life_keep_the_shape_they_had() -> None:
+    async with serving() as served:
+        old = await HandAgent(served, "n0", nnodes=(1, 1), workers=2).enter()
+        await old.started(0)
+        await old.report(exited(0, 0), exited(1, 0), phase=SUCCEEDED)
+        before = await served.rank_map(0)
+        assert (before.world_size, before.nodes[0].local_world_size) == (2, 2)
+        young = HandAgent(served, "n0", nnodes=(2, 2), workers=4, incarnation="next")
+        await young.join(reopen=True)
+        assert await served.rank_map(0) == before
+        request = rank_map_pb2.LookupRankRequest(run_id=RUN, rank=5, cycle=0)
+        assert (await refused(served.maps.LookupRank(request), INVALID, "INVALID_FIELD"))["world_size"] == "2"
+        assert await look(served, node_id="n0") == [(0, 0, "n0", 0, "GPU-n0-0"), (0, 1, "n0", 1, "GPU-n0-1")]
+        await young.open()
+        other = await HandAgent(served, "n1", nnodes=(2, 2), workers=4).enter()
+        assert (await other.started(1)).first_rank == 4
+        assert await look(served, rank=7) == [(1, 7, "n1", 3, "GPU-n1-3")]
+        assert await served.rank_map(0) == before
+
+
 @pytest.mark.rule("H1")
 async def test_unknown_runs_are_refused_by_name() -> None:
     async with serving() as served:
