@@ -140,8 +140,8 @@ def find_rank(run: Run, cycle: Cycle, rank: GlobalRank) -> WorkerPlace | None:
 
 
 def find_node(run: Run, node_id: NodeId) -> Iterator[WorkerPlace]:
-    """Every worker that a node has had, cycle by cycle."""
-    for cycle in run.cycles:
+    """Every worker that a node has had, latest cycle first."""
+    for cycle in reversed(run.cycles):
         seat = cycle.seat_of.get(node_id)
         if seat is not None:
             for local_rank in range(cycle.shape.workers_per_node):
@@ -149,8 +149,8 @@ def find_node(run: Run, node_id: NodeId) -> Iterator[WorkerPlace]:
 
 
 def find_gpu(run: Run, uuid: str) -> Iterator[WorkerPlace]:
-    """Every worker that a GPU has served, cycle by cycle."""
-    for cycle in run.cycles:
+    """Every worker that a GPU has served, latest cycle first."""
+    for cycle in reversed(run.cycles):
         for seat in cycle.seats:
             for device in seat.node.devices:
                 if device.uuid == uuid:
@@ -183,22 +183,6 @@ def failure_rank(run: Run, failure: Failure) -> GlobalRank | None:
     return global_rank(failure.group_rank, failure.local_rank, run.shape.workers_per_node)
 
 
-def listed_members(run: Run) -> list[Member]:
-    """All members, present and past: active ones by group rank, then the others in infra order, those gone last."""
-    source = run.order_source or settle_source([one.info.order_sources for one in run.live_members()])
-    cycle = run.cycle
-
-    def place(member: Member) -> tuple[int, int, OrderKey]:
-        info = member.info
-        seat = cycle.seat_of.get(info.node_id) if cycle is not None else None
-        is_active = seat is not None and node_state(run, member) is NodeState.ACTIVE
-        kind = 0 if is_active else 1 if member.is_live else 2
-        group_rank = seat.group_rank if is_active and seat is not None else 0
-        return kind, group_rank, order_key(source, info.order_sources.get(source), info.node_id)
-
-    return sorted(run.members.values(), key=place)
-
-
 class NodeState(enum.Enum):
     """How a node stands in its run."""
 
@@ -206,6 +190,20 @@ class NodeState(enum.Enum):
     ACTIVE = "ACTIVE"
     LOST = "LOST"
     LEFT = "LEFT"
+
+
+def members_in_order(run: Run) -> list[Member]:
+    """All members, present and past: active ones by group rank, then the others in infra order."""
+    source = run.order_source or settle_source([one.info.order_sources for one in run.members.values()])
+    seat_of = run.cycle.seat_of if run.cycle is not None else {}
+
+    def place(member: Member) -> tuple[int, OrderKey, NodeId]:
+        info = member.info
+        is_active = node_state(run, member) is NodeState.ACTIVE
+        group_rank = seat_of[info.node_id].group_rank if is_active else len(seat_of)
+        return group_rank, order_key(source, info.order_sources.get(source), info.node_id), info.node_id
+
+    return sorted(run.members.values(), key=place)
 
 
 def node_state(run: Run, member: Member) -> NodeState:

@@ -86,9 +86,9 @@ class RankMapService(rank_map_pb2_grpc.RankMapServiceServicer):
     ) -> rank_map_pb2.LookupRankResponse:
         run = self._engine.find(request.run_id).run
         page = page_of(request.page_size, request.page_token)
-        found = sorted(_find(run, request), key=lambda place: place.cycle.number, reverse=True)
+        found = itertools.islice(_find(run, request), page.begin, None)
         response = rank_map_pb2.LookupRankResponse()
-        rows = (views.lookup_match(run, place) for place in found[page.begin :])
+        rows = (views.lookup_match(run, place) for place in found)
         response.next_page_token = fill(page, rows, response.matches)
         return response
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from nvrx.core.ids import Revision
-from nvrx.core.ranks import listed_members, node_state
+from nvrx.core.ranks import members_in_order, node_state
 from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import run_pb2, run_pb2_grpc
 from nvrx.wire import views
@@ -53,7 +53,7 @@ class RunService(run_pb2_grpc.RunServiceServicer):
         now = self._engine.now(hosted)
         rows = (
             views.node_message(hosted.run, member, hosted.presence.nodes.get(member.info.node_id), now)
-            for member in listed_members(hosted.run)[page.begin :]
+            for member in members_in_order(hosted.run)[page.begin :]
         )
         response = run_pb2.ListNodesResponse()
         response.next_page_token = fill(page, rows, response.nodes)
