@@ -63,6 +63,7 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, metadata: tu
         await multi(request, metadata=metadata, timeout=WAIT_S)
 
 
+@pytest.mark.rule("J2")
 def test_all_six_services_are_asked() -> None:
     assert len({method.containing_service.full_name for method in METHODS}) == 6
     assert len(METHODS) == 23
