@@ -276,10 +276,9 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
     """When `decide(Tick)` may next have something to add, on the run's clock; None: only after news."""
     if not run.is_open:
         return None
-    # While nodes may still come back after a restart no lease is judged, not even one that ends before that (E5).
-    judged_from = presence.recovering_until if presence.is_recovering(now) else None
     times = [
-        node.lease_until if judged_from is None else max(node.lease_until, judged_from)
+        # while some are still away after a restart, nobody is judged
+        max(node.lease_until, presence.recovering_until or 0.0) if presence.is_recovering(now) else node.lease_until
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]

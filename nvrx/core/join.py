@@ -11,6 +11,11 @@ from .run import Member, Run
 from .shape import Settings, SettingsWish, Shape, differences
 from .topology import VARIABLE, OrderSource, order_key, order_value_problem, settle_source
 
+MAX_CHECKPOINT_PATH = 4096
+MAX_FINGERPRINT = 256 * 1024
+MAX_LAST_CYCLE = 2**30
+"""Cycles are 32-bit on the wire: far from the end, whatever a node says it has seen."""
+
 
 def check_join(command: Join) -> Settings:
     """The settings of a run that this node would open. Raises Refused where a field can be in no run."""
@@ -21,6 +26,9 @@ def check_join(command: Join) -> Settings:
         name_problem("address", node.address),
         name_problem("replacement group id", node.replacement_group_id) if node.replacement_group_id else None,
         name_problem("domain id", node.domain_id) if node.domain_id else None,
+        _size_problem("checkpoint path", len(command.shape.checkpoint_path), MAX_CHECKPOINT_PATH),
+        _size_problem("fingerprint", _fingerprint_size(command.shape), MAX_FINGERPRINT),
+        _last_cycle_problem(node),
         *(order_value_problem(source, text) for source, text in node.order_sources.items()),
     ]
     for problem in problems:
@@ -31,6 +39,20 @@ def check_join(command: Join) -> Settings:
         if problem is not None:
             raise Refused(Reason.ILLEGAL_WORLD, problem, {"node_id": node.node_id})
     return settings
+
+
+def _size_problem(what: str, size: int, most: int) -> str | None:
+    return f"{what} has {size} characters, at most {most} are allowed" if size > most else None
+
+
+def _fingerprint_size(shape: Shape) -> int:
+    return sum(len(name) + len(value) for name, value in shape.fingerprint.items())
+
+
+def _last_cycle_problem(node: NodeInfo) -> str | None:
+    if node.last_cycle is None or 0 <= node.last_cycle <= MAX_LAST_CYCLE:
+        return None
+    return f"last_cycle is {node.last_cycle}; 0 to {MAX_LAST_CYCLE} are possible"
 
 
 def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list[Fact]:

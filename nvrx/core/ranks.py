@@ -135,9 +135,9 @@ class WorkerPlace:
 
 def find_rank(run: Run, cycle: Cycle, rank: GlobalRank) -> WorkerPlace | None:
     """The worker with a global rank in a cycle; None where the world has no such rank."""
-    if not 0 <= rank < run.shape.world_size:
+    if not 0 <= rank < cycle.shape.world_size:
         return None
-    group_rank, local_rank = divmod(rank, run.shape.workers_per_node)
+    group_rank, local_rank = divmod(rank, cycle.shape.workers_per_node)
     return WorkerPlace(cycle, cycle.seats[group_rank], LocalRank(local_rank))
 
 
@@ -146,7 +146,7 @@ def find_node(run: Run, node_id: NodeId) -> Iterator[WorkerPlace]:
     for cycle in reversed(run.cycles):
         seat = cycle.seat_of.get(node_id)
         if seat is not None:
-            for local_rank in range(run.shape.workers_per_node):
+            for local_rank in range(cycle.shape.workers_per_node):
                 yield WorkerPlace(cycle, seat, LocalRank(local_rank))
 
 

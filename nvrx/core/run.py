@@ -87,6 +87,8 @@ class Cycle:
     """One attempt to train: its world, and how it went. `_at` is the run's clock, `_time` the wall's."""
 
     number: CycleNumber
+    shape: Shape
+    """The run's shape at the time: a later life of the run may have another."""
     order_source: OrderSource
     seats: tuple[Seat, ...]
     standbys: tuple[Standby, ...]
@@ -183,6 +185,10 @@ class Run:
         if not self.cycles or not self.cycles[0].number <= number <= self.cycles[-1].number:
             return None
         return next((one for one in reversed(self.cycles) if one.number == number), None)
+
+    def as_of(self, cycle: Cycle) -> Run:
+        """This run with the shape that it had in a cycle (rule H1)."""
+        return self if cycle.shape == self.shape else dataclasses.replace(self, shape=cycle.shape)
 
     def ended_by(self, *causes: Cause) -> int:
         """How many cycles of this life that had been RUNNING, or failed by themselves, ended by `causes`."""
@@ -288,6 +294,7 @@ def _lost(run: Run, fact: NodeLost) -> Run:
 def _chosen(run: Run, fact: WorldChosen) -> Run:
     cycle = Cycle(
         number=fact.cycle,
+        shape=run.shape,
         order_source=fact.order_source,
         seats=fact.seats,
         standbys=fact.standbys,

@@ -93,6 +93,7 @@ def standby_node(standby: Standby) -> common_pb2.RankMapNode:
 
 def rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
     """A cycle's map, its rows left out."""
+    run = run.as_of(cycle)
     message = common_pb2.RankMap(
         run_id=run.run_id,
         cycle=cycle.number,
@@ -147,6 +148,7 @@ def _failure(run: Run, cycle: Cycle, failure: Failure) -> common_pb2.Failure:
 
 def cycle_summary(run: Run, cycle: Cycle) -> rank_map_pb2.Cycle:
     """One line of the list of cycles."""
+    run = run.as_of(cycle)
     message = rank_map_pb2.Cycle(
         cycle=cycle.number,
         state=_cycle_state(cycle.state),
@@ -174,6 +176,7 @@ def cycle_summary(run: Run, cycle: Cycle) -> rank_map_pb2.Cycle:
 
 def lookup_match(run: Run, place: WorkerPlace) -> rank_map_pb2.LookupMatch:
     """Where a worker is or was."""
+    run = run.as_of(place.cycle)
     node = place.seat.node
     message = rank_map_pb2.LookupMatch(
         cycle=place.cycle.number,

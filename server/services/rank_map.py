@@ -57,7 +57,8 @@ class RankMapService(rank_map_pb2_grpc.RankMapServiceServicer):
         cycle = pick_cycle(run, request.cycle if request.HasField("cycle") else None)
         page = page_of(request.page_size, request.page_token)
         response = rank_map_pb2.GetRankMapResponse(rank_map=views.rank_map(run, cycle))
-        nodes = (views.rank_map_node(run, one) for one in mapped_nodes(run, cycle))
+        then = run.as_of(cycle)
+        nodes = (views.rank_map_node(then, one) for one in mapped_nodes(then, cycle))
         standbys = (views.standby_node(one) for one in cycle.standbys)
         rows = itertools.islice(itertools.chain(nodes, standbys), page.begin, None)
         on_page = common_pb2.RankMap()
@@ -101,8 +102,8 @@ def _find(run: Run, request: rank_map_pb2.LookupRankRequest) -> Iterable[WorkerP
         if place is None:
             raise Refused(
                 Reason.INVALID_FIELD,
-                f"rank {request.rank} is not in the world; ranks are 0 to {run.shape.world_size - 1}",
-                {"rank": str(request.rank), "world_size": str(run.shape.world_size)},
+                f"rank {request.rank} is not in the world; ranks are 0 to {cycle.shape.world_size - 1}",
+                {"rank": str(request.rank), "world_size": str(cycle.shape.world_size)},
             )
         return [place]
     if subject == "gpu_uuid":

@@ -42,7 +42,7 @@ RUN = "run-1"
 VERSION = "0.0-test"
 PATIENT = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=30.0)
 """Nobody is lost, and who spoke once stays fresh: for tests that are not about time."""
-QUICK = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=0.2)
+QUICK = Timing(heartbeat_interval_s=30.0, lease_ttl_s=60.0, reconnect_grace_s=0.05)
 """A broken stream is a loss soon after; silence is not."""
 
 WAIT = common_pb2.DESIRED_ACTION_WAIT
@@ -57,28 +57,17 @@ FAILED = common_pb2.AGENT_PHASE_FAILED
 SUCCEEDED = common_pb2.AGENT_PHASE_SUCCEEDED
 
 
-class Served:
-    """A running coordinator, with a channel and all stubs."""
+class Remote:
+    """A coordinator anywhere: a channel and all stubs."""
 
-    def __init__(self, coordinator: Coordinator, address: HostPort) -> None:
-        self.coordinator = coordinator
-        self.address = address
-        self.engine = coordinator.engine
-        self.running = asyncio.create_task(coordinator.run(), name="coordinator")
-        self.channel = grpc.aio.insecure_channel(str(address), options=CHANNEL_OPTIONS)
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.joins: Any = join_pb2_grpc.JoinServiceStub(self.channel)
         self.heartbeats: Any = heartbeat_pb2_grpc.HeartbeatServiceStub(self.channel)
         self.maps: Any = rank_map_pb2_grpc.RankMapServiceStub(self.channel)
         self.runs: Any = run_pb2_grpc.RunServiceStub(self.channel)
         self.promotes: Any = promote_pb2_grpc.PromoteServiceStub(self.channel)
         self.stores: Any = store_pb2_grpc.StoreServiceStub(self.channel)
-
-    async def stop(self) -> None:
-        """End the coordinator as SIGTERM does; raises what `run` raised."""
-        self.coordinator.stop()
-        async with asyncio.timeout(WAIT_S):
-            await self.running
-        await self.channel.close()
 
     async def rank_map(self, cycle: int | None = None, run_id: str = RUN) -> common_pb2.RankMap:
         request = rank_map_pb2.GetRankMapRequest(run_id=run_id, cycle=cycle)
@@ -99,6 +88,17 @@ class Served:
                 watch.cancel()
                 return told.fact  # type: ignore[no-any-return]
         raise AssertionError(f"no {kind} came")
+
+
+class Served(Remote):
+    """A coordinator running in this process."""
+
+    def __init__(self, coordinator: Coordinator, address: HostPort) -> None:
+        super().__init__(str(address))
+        self.coordinator = coordinator
+        self.address = address
+        self.engine = coordinator.engine
+        self.running = asyncio.create_task(coordinator.run(), name="coordinator")
 
 
 @contextlib.asynccontextmanager
@@ -170,7 +170,7 @@ class HandAgent:
 
     def __init__(
         self,
-        served: Served,
+        served: Remote,
         node_id: str,
         *,
         nnodes: tuple[int, int] = (2, 3),
@@ -270,11 +270,7 @@ class HandAgent:
         """The next answer. Raises grpc.aio.AioRpcError when the stream has ended."""
         async with asyncio.timeout(WAIT_S):
             answer = await self.call.read()
-            if answer is grpc.aio.EOF:
-                # Raises the status that the stream ended with.
-                async for _ in self.call:
-                    pass
-                raise AssertionError(f"the stream ended with {await self.call.code()}")
+        assert answer is not grpc.aio.EOF, "the stream ended without an error"
         self.last = answer
         return answer  # type: ignore[no-any-return]
 

@@ -16,6 +16,7 @@ from nvrx.wire.views import fact_message
 from .facts import EXAMPLES, KINDS, any_fact
 
 
+@pytest.mark.rule("E5")
 def test_there_is_an_example_of_every_kind() -> None:
     assert {type(one) for one in EXAMPLES} == set(KINDS)
 

@@ -205,6 +205,24 @@ async def test_a_name_that_could_do_harm_is_refused(served: Served, name: str, f
     assert not served.engine.runs
 
 
+@pytest.mark.rule("J4")
+@pytest.mark.parametrize("last_cycle", [2**31 - 1, -1])
+async def test_a_cycle_that_no_run_reaches_is_refused(served: Served, last_cycle: int) -> None:
+    request = HandAgent(served, "n0").join_request(last_cycle=last_cycle)
+    await refused(served.joins.Join(request), INVALID, "INVALID_FIELD")
+    assert not served.engine.runs
+
+
+@pytest.mark.rule("J4")
+async def test_texts_that_the_run_keeps_have_a_limit(served: Served) -> None:
+    request = HandAgent(served, "n0").join_request(fingerprint={"command": "x" * 300_000})
+    await refused(served.joins.Join(request), INVALID, "INVALID_FIELD")
+    request = HandAgent(served, "n0").join_request()
+    request.shape.checkpoint_path = "x" * 3_900_000
+    await refused(served.joins.Join(request), INVALID, "INVALID_FIELD")
+    assert not served.engine.runs
+
+
 @pytest.mark.rule("A5")
 @pytest.mark.parametrize("nnodes", [(0, 0), (3, 2), (-1, 2), (1, 200_000)])
 async def test_an_impossible_world_is_refused(served: Served, nnodes: tuple[int, int]) -> None:

@@ -15,6 +15,7 @@ from .coordination import (
     QUICK,
     RUN_WORKERS,
     STOPPED,
+    WAIT,
     WAIT_S,
     HandAgent,
     Served,
@@ -62,7 +63,7 @@ async def test_after_a_restart_the_same_cycle_goes_on_with_the_same_places(tmp_p
         assert (again.cycle, again.phase, again.restarts_used, again.replacements_used) == (0, run.phase, 0, 0)
         assert (again.active_nodes, again.standby_nodes) == (2, 1)
         await agents[0].report(exited(0, 1))
-        assert (await agents[2].until(1, 1)).desired.reason == "standby of cycle 1"
+        assert (await agents[2].until(WAIT, 1)).desired.reason == "standby of cycle 1"
         assert (await agents[1].until(RUN_WORKERS, 1)).revision > run.revision
         assert [one.revision for one in await served.facts()] == list(range(1, len(await served.facts()) + 1))
 

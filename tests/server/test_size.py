@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -82,7 +83,7 @@ async def test_the_map_of_4096_nodes_fits_a_default_client() -> None:
         facts = await runs.ListFacts(run_pb2.ListFactsRequest(run_id=RUN, from_revision=NODES + STANDBYS), timeout=60)
         assert [one.kind for one in facts.facts] == ["NodeJoined", "NodeJoined", "WorldChosen", "CycleEnded"]
         assert "omitted" in facts.facts[2].detail
-        watch = runs.WatchFacts(
+        watch: Any = served.runs.WatchFacts(
             run_pb2.WatchFactsRequest(run_id=RUN, from_revision=facts.facts[2].revision), timeout=60
         )
-        assert [(await watch.read()).fact.kind for _ in range(2)] == ["WorldChosen", "CycleEnded"]  # type: ignore[union-attr]
+        assert [(await watch.read()).fact.kind for _ in range(2)] == ["WorldChosen", "CycleEnded"]

@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 
 from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2
 from nvrx.wire.text import to_json
 
-from .coordination import (
-    QUICK,
-    RUN,
-    RUN_WORKERS,
-    SUCCEEDED,
-    WAIT,
-    WAIT_S,
-    HandAgent,
-    Served,
-    exited,
-    refused,
-    serving,
-    world,
-)
+from .coordination import RUN, SUCCEEDED, WAIT, WAIT_S, HandAgent, Served, exited, refused, serving
+from .story import Story
 
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 LOST = common_pb2.WORKER_OUTCOME_LOST
 FAILED_OUTCOME = common_pb2.WORKER_OUTCOME_FAILED
 STOPPED_OUTCOME = common_pb2.WORKER_OUTCOME_STOPPED_BY_AGENT
-
-
-@dataclass
-class Story:
-    """Cycle 0 ended by a worker of n0, cycle 1 by the loss of n1, cycle 2 goes on with n0 and n2."""
-
-    served: Served
-    agents: list[HandAgent]
-
-
-@pytest.fixture
-async def story() -> AsyncIterator[Story]:
-    async with serving(timing=QUICK) as served:
-        agents = await world(served)
-        stopped = [exited(one, None, signal="SIGTERM", by_agent=True) for one in range(2)]
-        # The others' ends are told late, when cycle 1 is there already.
-        await agents[0].report(exited(0, 7, message="CUDA error"))
-        for agent in agents[:2]:
-            await agent.until(RUN_WORKERS, 1)
-        await agents[0].report(stopped[1])
-        await agents[1].report(*stopped)
-        for agent in agents[:2]:
-            await agent.started(1)
-        first = await served.until_fact("CycleRunning")
-        second = await served.until_fact("CycleRunning", beyond=first.revision)
-        assert second.cycle == 1
-        await agents[1].break_stream()
-        promoted = await agents[2].until(RUN_WORKERS, 2)
-        assert promoted.desired.assignment.group_rank == 1
-        assert promoted.desired.assignment.first_rank == 2
-        again = await agents[0].until(RUN_WORKERS, 2)
-        assert again.failed_cycle == 1
-        assert promoted.desired.assignment.master_port != 0
-        for agent in (agents[0], agents[2]):
-            await agent.started(2)
-        await served.until_fact("CycleRunning", beyond=second.revision)
-        yield Story(served, agents)
 
 
 def placed(found: common_pb2.RankMap) -> list[tuple[str, int, int, int]]:
@@ -260,7 +210,7 @@ async def test_facts_are_listed_from_a_revision(story: Story) -> None:
     first = (await story.served.facts())[1]
     assert first.kind == "NodeJoined"
     assert first.node_id == "n0"
-    assert first.detail["node"]["address"] == "10.0.0.0"
+    assert json_format.MessageToDict(first.detail)["node"]["address"] == "10.0.0.0"
 
 
 @pytest.mark.rule("H1")
@@ -307,6 +257,27 @@ async def test_the_story_ends_well(story: Story) -> None:
     assert (run.state, run.phase) == (common_pb2.RUN_STATE_SUCCEEDED, common_pb2.CYCLE_STATE_ENDED)
     assert run.HasField("exit_code")
     assert outcomes(await story.served.rank_map(2)) == [common_pb2.WORKER_OUTCOME_SUCCEEDED] * 2
+
+
+@pytest.mark.rule("A3", "H1", "H2")
+async def test_maps_of_an_earlier_life_keep_the_shape_they_had() -> None:
+    async with serving() as served:
+        old = await HandAgent(served, "n0", nnodes=(1, 1), workers=2).enter()
+        await old.started(0)
+        await old.report(exited(0, 0), exited(1, 0), phase=SUCCEEDED)
+        before = await served.rank_map(0)
+        assert (before.world_size, before.nodes[0].local_world_size) == (2, 2)
+        young = HandAgent(served, "n0", nnodes=(2, 2), workers=4, incarnation="next")
+        await young.join(reopen=True)
+        assert await served.rank_map(0) == before
+        request = rank_map_pb2.LookupRankRequest(run_id=RUN, rank=5, cycle=0)
+        assert (await refused(served.maps.LookupRank(request), INVALID, "INVALID_FIELD"))["world_size"] == "2"
+        assert await look(served, node_id="n0") == [(0, 0, "n0", 0, "GPU-n0-0"), (0, 1, "n0", 1, "GPU-n0-1")]
+        await young.open()
+        other = await HandAgent(served, "n1", nnodes=(2, 2), workers=4).enter()
+        assert (await other.started(1)).first_rank == 4
+        assert await look(served, rank=7) == [(1, 7, "n1", 3, "GPU-n1-3")]
+        assert await served.rank_map(0) == before
 
 
 @pytest.mark.rule("H1")
