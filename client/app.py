@@ -19,8 +19,8 @@ from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
 from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
-from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank
-from nvrx.core.ranks import Action, Assignment, Desired, global_rank
+from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank, global_rank
+from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Refused
 from nvrx.logs import add_file
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nvrx.core.ids import GlobalRank, GroupId, LocalRank, NodeId, RunId
-from nvrx.core.ranks import Assignment, global_rank
+from nvrx.core.ids import GlobalRank, GroupId, LocalRank, NodeId, RunId, global_rank
+from nvrx.core.ranks import Assignment
 
 ROLE = "default"
 OURS = (

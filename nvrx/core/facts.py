@@ -15,6 +15,7 @@ from .ids import (
     ArrayRank,
     CycleNumber,
     DomainId,
+    GlobalRank,
     GroupId,
     GroupRank,
     Incarnation,
@@ -100,11 +101,12 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a cycle. `local_rank` is None where a whole node was at fault."""
+    """What ended a cycle. The ranks of a worker are None where a whole node was at fault."""
 
     cause: Cause
     node_id: NodeId | None = None
     group_rank: GroupRank | None = None
+    rank: GlobalRank | None = None
     local_rank: LocalRank | None = None
     exit_code: int | None = None
     signal: str = ""

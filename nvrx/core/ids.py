@@ -36,6 +36,16 @@ GlobalRank = NewType("GlobalRank", int)
 MAX_ID_LENGTH = 128
 
 
+def first_rank(group_rank: GroupRank, workers_per_node: int) -> GlobalRank:
+    """Global rank of a node's first worker."""
+    return GlobalRank(group_rank * workers_per_node)
+
+
+def global_rank(group_rank: GroupRank, local_rank: LocalRank, workers_per_node: int) -> GlobalRank:
+    """Global rank of a worker (rule C6)."""
+    return GlobalRank(group_rank * workers_per_node + local_rank)
+
+
 def name_problem(what: str, text: str) -> str | None:
     """Why `text` cannot name a run, node, group or domain (rule B1), in one line; None if it can."""
     if not text:

@@ -52,13 +52,16 @@ def _exit(one: WorkerExit) -> str:
     return f"local rank {one.local_rank}: {how}{by_us}"
 
 
-def _failure(failure: Failure) -> str:
-    if failure.cause is Cause.WORKER_FAILED:
-        how = failure.signal or f"exit {failure.exit_code}"
-        return f"worker failed: {failure.node_id} local rank {failure.local_rank}, {how}"
-    where = f" {failure.node_id}" if failure.node_id is not None else ""
-    text = f": {failure.message}" if failure.message else ""
-    return f"{failure.cause.value.lower().replace('_', ' ')}{where}{text}"
+def describe_failure(failure: Failure) -> str:
+    """One line: what ended a cycle, and where."""
+    where = f" on {failure.node_id}" if failure.node_id is not None else ""
+    if failure.cause is not Cause.WORKER_FAILED:
+        what = failure.cause.value.lower().replace("_", " ")
+        return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"
+    how = failure.signal or f"exit {failure.exit_code}"
+    last_line = failure.message.strip().splitlines()[-1:] or [""]
+    text = f": {last_line[0]}" if last_line[0] else ""
+    return f"rank {failure.rank} (local rank {failure.local_rank}){where} failed with {how}{text}"
 
 
 def tell(fact: Fact) -> str:
@@ -88,8 +91,8 @@ def tell(fact: Fact) -> str:
         case WorkersExited():
             return f"cycle {fact.cycle}: workers of {fact.node_id} ended: {', '.join(map(_exit, fact.exits))}"
         case CycleEnded():
-            return f"cycle {fact.cycle} ended: {_failure(fact.failure)}"
+            return f"cycle {fact.cycle} ended: {describe_failure(fact.failure)}"
         case CauseRevised():
-            return f"cycle {fact.cycle} had ended because of {_failure(fact.failure)}"
+            return f"cycle {fact.cycle} had ended because of {describe_failure(fact.failure)}"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"

@@ -10,20 +10,10 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import Cause, Endpoint, Failure, Placed, Seat, WorkerExit
+from .facts import Cause, Endpoint, Placed, Seat, WorkerExit
 from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from .run import Cycle, Member, Run, SeatState
 from .topology import OrderKey, order_key, settle_source
-
-
-def first_rank(group_rank: GroupRank, workers_per_node: int) -> GlobalRank:
-    """Global rank of a node's first worker."""
-    return GlobalRank(group_rank * workers_per_node)
-
-
-def global_rank(group_rank: GroupRank, local_rank: LocalRank, workers_per_node: int) -> GlobalRank:
-    """Global rank of a worker (rule C6)."""
-    return GlobalRank(group_rank * workers_per_node + local_rank)
 
 
 class Action(enum.Enum):
@@ -176,13 +166,6 @@ def replacements(run: Run, cycle: Cycle) -> Iterator[Replacement]:
     came = [seat.node.node_id for seat in cycle.seats if seat.node.node_id not in before.seat_of]
     for gone, new in zip(left, came, strict=False):
         yield Replacement(gone, new)
-
-
-def failure_rank(run: Run, failure: Failure) -> GlobalRank | None:
-    """Global rank of the worker at fault; None where a whole node was."""
-    if failure.group_rank is None or failure.local_rank is None:
-        return None
-    return global_rank(failure.group_rank, failure.local_rank, run.shape.workers_per_node)
 
 
 class NodeState(enum.Enum):

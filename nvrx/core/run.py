@@ -35,7 +35,7 @@ from .facts import (
     WorkersExited,
     WorldChosen,
 )
-from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId
+from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId, global_rank
 from .shape import Settings, Shape
 from .topology import OrderSource
 
@@ -340,6 +340,7 @@ def failure_of(cycle: Cycle, node_id: NodeId, one: WorkerExit, at: float) -> Fai
         cause=Cause.WORKER_FAILED,
         node_id=node_id,
         group_rank=seat.group_rank,
+        rank=global_rank(seat.group_rank, one.local_rank, cycle.shape.workers_per_node),
         local_rank=one.local_rank,
         exit_code=one.exit_code,
         signal=one.signal,

@@ -12,7 +12,6 @@ from typing import TypeAlias
 from .facts import (
     Cause,
     Endpoint,
-    Failure,
     Placed,
     RunClosed,
     RunState,
@@ -21,6 +20,7 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
+from .narrate import describe_failure
 from .placement import Candidate, Placement, Shortage, place
 from .presence import Presence, StoreMode
 from .run import Member, Run
@@ -100,21 +100,6 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     return None
 
 
-def describe_failure(run: Run, failure: Failure) -> str:
-    """One line: what ended a cycle, where."""
-    where = f" on {failure.node_id}" if failure.node_id is not None else ""
-    if failure.cause is not Cause.WORKER_FAILED:
-        what = failure.cause.value.lower().replace("_", " ")
-        return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"
-    assert failure.group_rank is not None
-    assert failure.local_rank is not None
-    rank = failure.group_rank * run.shape.workers_per_node + failure.local_rank
-    how = failure.signal or f"exit {failure.exit_code}"
-    last_line = failure.message.strip().splitlines()[-1:] or [""]
-    text = f": {last_line[0]}" if last_line[0] else ""
-    return f"rank {rank} (local rank {failure.local_rank}){where} failed with {how}{text}"
-
-
 def restarts_used(run: Run) -> int:
     """Cycles of this life that workers ended by themselves; counted against `max_restarts` (rule D5)."""
     return run.ended_by(Cause.WORKER_FAILED)
@@ -131,7 +116,7 @@ def _spent_budget(run: Run) -> str | None:
     if last is None or last.failure is None or last.number < run.life_began_with:
         return None
     settings = run.settings
-    happened = f"cycle {last.number}: {describe_failure(run, last.failure)}"
+    happened = f"cycle {last.number}: {describe_failure(last.failure)}"
     restarts, replaced = restarts_used(run), replacements_used(run)
     if restarts > settings.max_restarts or settings.max_restarts == 0:
         return f"{happened}; max_restarts {settings.max_restarts} is used up"

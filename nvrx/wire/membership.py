@@ -6,9 +6,20 @@ from collections.abc import Iterable
 
 from nvrx.core.commands import CycleExits, Join
 from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL, Device, Endpoint, NodeInfo, WorkerExit
-from nvrx.core.ids import ArrayRank, CycleNumber, DomainId, GroupId, GroupRank, Incarnation, LocalRank, NodeId, RunId
+from nvrx.core.ids import (
+    ArrayRank,
+    CycleNumber,
+    DomainId,
+    GroupId,
+    GroupRank,
+    Incarnation,
+    LocalRank,
+    NodeId,
+    RunId,
+    first_rank,
+)
 from nvrx.core.presence import AgentPhase
-from nvrx.core.ranks import Action, Assignment, Desired, first_rank
+from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import Settings, SettingsWish, Shape
 from nvrx.core.topology import OrderSource

@@ -8,21 +8,12 @@ from typing import Any
 from google.protobuf import json_format
 
 from nvrx.core.facts import Fact, Failure, Placed, Standby
-from nvrx.core.ids import CycleNumber, Revision
-from nvrx.core.narrate import subject_of, tell
+from nvrx.core.ids import CycleNumber, Revision, first_rank, global_rank
+from nvrx.core.narrate import describe_failure, subject_of, tell
 from nvrx.core.presence import NodePresence
-from nvrx.core.ranks import (
-    MappedNode,
-    WorkerPlace,
-    failure_rank,
-    first_rank,
-    global_rank,
-    mapped_nodes,
-    node_state,
-    replacements,
-)
+from nvrx.core.ranks import MappedNode, WorkerPlace, mapped_nodes, node_state, replacements
 from nvrx.core.run import Cycle, CycleState, Member, Run, SeatState
-from nvrx.core.world import describe_failure, replacements_used, restarts_used
+from nvrx.core.world import replacements_used, restarts_used
 from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 
 from .membership import device_message, phase_value, settings_message, shape_message
@@ -107,7 +98,7 @@ def rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
         workers_per_node=run.shape.workers_per_node,
     )
     if cycle.failure is not None:
-        message.failure.CopyFrom(_failure(run, cycle, cycle.failure))
+        message.failure.CopyFrom(_failure(cycle, cycle.failure))
     return message
 
 
@@ -119,11 +110,11 @@ def whole_rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
     return message
 
 
-def _failure(run: Run, cycle: Cycle, failure: Failure) -> common_pb2.Failure:
+def _failure(cycle: Cycle, failure: Failure) -> common_pb2.Failure:
     return common_pb2.Failure(
         cause=common_pb2.Cause.Value(f"CAUSE_{failure.cause.value}"),
         node_id=failure.node_id or "",
-        rank=failure_rank(run, failure),
+        rank=failure.rank,
         local_rank=failure.local_rank,
         exit_code=failure.exit_code,
         signal=failure.signal,
@@ -134,7 +125,7 @@ def _failure(run: Run, cycle: Cycle, failure: Failure) -> common_pb2.Failure:
             common_pb2.Consequence(
                 cause=common_pb2.Cause.Value(f"CAUSE_{one.cause.value}"),
                 node_id=one.node_id or "",
-                rank=failure_rank(run, one),
+                rank=one.rank,
                 local_rank=one.local_rank,
                 exit_code=one.exit_code,
                 signal=one.signal,
@@ -166,11 +157,10 @@ def cycle_summary(run: Run, cycle: Cycle) -> rank_map_pb2.Cycle:
     failure = cycle.failure
     if failure is not None:
         message.cause = common_pb2.Cause.Value(f"CAUSE_{failure.cause.value}")
-        message.cause_text = describe_failure(run, failure)
+        message.cause_text = describe_failure(failure)
         message.node_id = failure.node_id or ""
-        rank = failure_rank(run, failure)
-        if rank is not None:
-            message.rank = rank
+        if failure.rank is not None:
+            message.rank = failure.rank
     return message
 
 

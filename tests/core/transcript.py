@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nvrx.core.ids import CycleNumber, LocalRank
+from nvrx.core.ids import CycleNumber, LocalRank, first_rank, global_rank
 from nvrx.core.narrate import tell
-from nvrx.core.ranks import Action, first_rank, global_rank, mapped_nodes, node_state
+from nvrx.core.ranks import Action, mapped_nodes, node_state
 from nvrx.core.refused import Refused
 from nvrx.core.run import Cycle
 from nvrx.core.shape import SettingsWish, parse_nnodes
