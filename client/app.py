@@ -52,6 +52,8 @@ log = logging.getLogger("nvrx.node")
 LAST_WORDS_WITHIN_S = 2.0
 """How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
 
+SAY_WAITING_AFTER_S = 1.0
+
 ANSWER_WITHIN_S = 1.0
 """How long an agent told to end waits for the answer to a Join that is under way."""
 
@@ -82,6 +84,7 @@ class NodeAgent:
         self._chores: set[asyncio.Task[None]] = set()
         self._signal: machine.SignalReceived | None = None
         self._signalled = asyncio.Event()
+        self._waiting: asyncio.TimerHandle | None = None
         self._stopping_supervisor = False
 
     # ---- the run of it ------------------------------------------------------------------------------------
@@ -227,13 +230,23 @@ class NodeAgent:
         return Actual(self._agent.phase, self._agent.cycle, self._ports.offer())
 
     def _on_desired(self, wanted: Desired) -> None:
-        if wanted != self._agent.desired and wanted.action in {Action.WAIT, Action.STOP} and wanted.reason:
-            log.info("waiting: %s", wanted.reason)
+        self._say_waiting(wanted)
         self._observe(machine.DesiredChanged(wanted))
         assert self._life is not None
         missing = self._life.maps.missing(wanted)
         if missing:
             self._chore(self._life.maps.fetch(missing))
+
+    def _say_waiting(self, wanted: Desired) -> None:
+        """Log what is waited for, once it has been so for a moment: most waits are over before anybody could read."""
+        if wanted == self._agent.desired:
+            return
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if wanted.action in {Action.WAIT, Action.STOP} and wanted.reason:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.call_later(SAY_WAITING_AFTER_S, log.info, "waiting: %s", wanted.reason)
 
     async def _hear_supervisor(self) -> None:
         while True:
@@ -303,7 +316,7 @@ class NodeAgent:
             case machine.Spawn():
                 self._chore(self._spawn(self._life, deed.assignment))
             case machine.Stop():
-                log.info("stopping the workers of cycle %s", self._agent.cycle)
+                log.info("stopping the workers of cycle %s: %s", self._agent.cycle, deed.reason)
                 self._link.stop(self._config.options.stop_grace_s)
             case machine.Kill():
                 self._link.kill()

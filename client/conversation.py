@@ -94,6 +94,7 @@ class Conversation:
         self._lease_s = joined.lease_ttl_s
         self._seen = (0, 0)
         self._heard_at = time.monotonic()
+        self._lost_at: float | None = None
         self._reports_kept = asyncio.Event()
         self._reports_kept.set()
 
@@ -127,9 +128,10 @@ class Conversation:
                     f"{self._grace_s:g} s (--coordinator-grace)"
                 )
             if self._heard_at > heard_before:
-                delay = 0.0
+                delay, said_at = 0.0, 0.0
             if time.monotonic() - said_at >= SAY_EVERY_S:
                 said_at = time.monotonic()
+                self._lost_at = self._heard_at
                 log.warning("lost the coordinator %s: %s; workers run on", self._coordinator.endpoint, why)
             await asyncio.sleep(min(delay, max(0.0, self._grace_s - away_s)))
             most_s = min(RECONNECT_MOST_S, self._lease_s / 4)
@@ -203,6 +205,10 @@ class Conversation:
 
     def _hear(self, response: heartbeat_pb2.HeartbeatResponse) -> None:
         self._heard_at = time.monotonic()
+        if self._lost_at is not None:
+            away_s = self._heard_at - self._lost_at
+            log.info("the coordinator %s is back after %.1f s", self._coordinator.endpoint, away_s)
+            self._lost_at = None
         if response.journal_id != self._joined.journal_id:
             raise ExpelledByCoordinator("the coordinator has another journal: it does not know this cycle")
         if response.HasField("rank_map"):

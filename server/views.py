@@ -130,18 +130,30 @@ def status(viewer: Viewer, output: str) -> None:
         print(to_json(run))
         return
     shape = run.shape
-    phase = _name(common_pb2.CycleState, run.phase, "CYCLE_STATE_")
     print(f"run       {run.run_id}: {_name(common_pb2.RunState, run.state, 'RUN_STATE_')}")
-    print(f"cycle     {_number(run, 'cycle') or 'none yet'}: {phase}")
+    print(f"cycle     {_cycle_line(run)}")
     print(
         f"nodes     {run.active_nodes} active, {run.standby_nodes} standby; {shape.min_nodes}:{shape.max_nodes} wanted"
     )
     print(f"workers   {shape.workers_per_node} per node, world size {shape.min_nodes * shape.workers_per_node}")
-    print(f"restarts  {run.restarts_used} of {run.settings.max_restarts} used, {run.replacements_used} replacements")
+    print(f"restarts  {run.restarts_used} of {run.settings.max_restarts} used")
+    print(f"losses    {run.replacements_used}{_of_at_most(run.settings)} cycles ended by a lost or leaving node")
     if run.waiting_reason:
         print(f"waiting   {run.waiting_reason}")
     if run.reason:
         print(f"closed    {run.reason} (exit code {run.exit_code})")
+
+
+def _cycle_line(run: run_pb2.Run) -> str:
+    forming = run.phase == common_pb2.CYCLE_STATE_FORMING
+    if not run.HasField("cycle"):
+        return "none yet; the first is being formed" if forming else "none"
+    state = _name(common_pb2.CycleState, run.cycle_state, "CYCLE_STATE_")
+    return f"{run.cycle}: {state}{'; the next is being formed' if forming else ''}"
+
+
+def _of_at_most(settings: common_pb2.Settings) -> str:
+    return f" of at most {settings.max_replacements}" if settings.HasField("max_replacements") else ""
 
 
 @click.command(epilog="Example: nvrx-coord nodes --output json")

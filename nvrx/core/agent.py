@@ -170,6 +170,8 @@ class Spawn:
 class Stop:
     """SIGTERM to every process of the workers, SIGKILL to what is left after the stop grace."""
 
+    reason: str
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -304,8 +306,9 @@ def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:
     """What brings the actual state nearer to the desired one."""
     workers = agent.workers
     if workers is not None and not workers.tree_gone:
-        if _must_stop(agent, workers) and not workers.stopping:
-            deeds.append(Stop())
+        why = _why_stop(agent, workers)
+        if why is not None and not workers.stopping:
+            deeds.append(Stop(why))
             return dataclasses.replace(agent, workers=dataclasses.replace(workers, stopping=True))
         return agent
     if agent.ending is Ending.EXPELLED:
@@ -323,10 +326,13 @@ def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:
     return dataclasses.replace(agent, workers=Workers(wanted.assignment))
 
 
-def _must_stop(agent: Agent, workers: Workers) -> bool:
-    if agent.ending is not None or workers.has_failed:
-        return True
+def _why_stop(agent: Agent, workers: Workers) -> str | None:
+    """Why this node's workers have to go; None while they are to work on."""
+    if agent.ending is not None:
+        return agent.reason
+    if workers.has_failed:
+        return "a worker of this node failed"
     wanted = agent.desired
-    if wanted is None:
-        return False
-    return wanted.action is not Action.RUN or wanted.cycle != workers.assignment.cycle
+    if wanted is None or (wanted.action is Action.RUN and wanted.cycle == workers.assignment.cycle):
+        return None
+    return wanted.reason

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .facts import Cause, Endpoint, Placed, Seat, WorkerExit
 from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
+from .narrate import describe_failure
 from .run import Cycle, Member, Run, SeatState
 from .topology import OrderKey, order_key, settle_source
 
@@ -70,7 +71,15 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
         return Desired(Action.STOP if mine else Action.WAIT, number, None, waiting, None, failed)
     if seat is None or not mine:
         return Desired(Action.WAIT, number, None, f"standby of cycle {number}", None, failed)
-    return Desired(Action.RUN, number, _assignment(run, cycle, seat), "", None, failed)
+    return Desired(Action.RUN, number, _assignment(run, cycle, seat), _why_anew(run), None, failed)
+
+
+def _why_anew(run: Run) -> str:
+    """Why the current cycle began; empty for the first."""
+    before = run.cycles[-2] if len(run.cycles) > 1 else None
+    if before is None or before.failure is None:
+        return ""
+    return f"cycle {before.number} ended: {describe_failure(before.failure)}"
 
 
 def _failed_cycle(run: Run, node_id: NodeId) -> CycleNumber | None:
