@@ -7,6 +7,7 @@ state and its names with them. Each broken rule is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .commands import Command, Join, Leave, Report, Tick
@@ -63,7 +64,7 @@ def check_state(run: Run) -> None:
 
 def _check_numbers(run: Run) -> None:
     numbers = [one.number for one in run.cycles]
-    require(all(a < b for a, b in zip(numbers, numbers[1:], strict=False)), "A3", f"cycle numbers do not rise: {numbers}")
+    require(all(a < b for a, b in pairwise(numbers)), "A3", f"cycle numbers do not rise: {numbers}")
     if numbers:
         highest = run.highest_cycle
         require(highest is not None and highest >= numbers[-1], "A3", f"cycle {numbers[-1]} is above {highest}")
@@ -74,7 +75,9 @@ def _check_seats(run: Run, cycle: Cycle) -> None:
     names = [seat.node.node_id for seat in cycle.seats]
     if of_this_life:
         count = len(names)
-        require(count == run.shape.min_nodes, "A5", f"cycle {cycle.number} has {count} nodes, not {run.shape.min_nodes}")
+        require(
+            count == run.shape.min_nodes, "A5", f"cycle {cycle.number} has {count} nodes, not {run.shape.min_nodes}"
+        )
         for node_id, exits in cycle.exits.items():
             within = all(0 <= rank < run.shape.workers_per_node for rank in exits)
             require(within, "D4", f"cycle {cycle.number}: {node_id} has exits of workers that do not exist: {exits}")
@@ -87,7 +90,9 @@ def _check_seats(run: Run, cycle: Cycle) -> None:
 
 
 def _check_times(run: Run, cycle: Cycle) -> None:
-    require(cycle.is_live == (cycle.failure is None), "D4", f"cycle {cycle.number}: ended without a cause, or live with one")
+    require(
+        cycle.is_live == (cycle.failure is None), "D4", f"cycle {cycle.number}: ended without a cause, or live with one"
+    )
     times = [one for one in (cycle.started_at, cycle.running_at, cycle.ended_at) if one is not None]
     require(times == sorted(times), "D1", f"cycle {cycle.number} went back in time: {times}")
     require(times[-1] <= run.last_at, "D1", f"cycle {cycle.number} is ahead of its run: {times} > {run.last_at}")
@@ -99,9 +104,13 @@ def _check_live_cycle(run: Run) -> None:
     if not live:
         return
     cycle = live[0]
-    require(cycle is run.cycles[-1], "D1", f"cycle {cycle.number} is live and cycle {run.cycles[-1].number} came after it")
+    require(
+        cycle is run.cycles[-1], "D1", f"cycle {cycle.number} is live and cycle {run.cycles[-1].number} came after it"
+    )
     require(run.is_open, "D1", f"the run is {run.state.value} and cycle {cycle.number} is live")
-    require(cycle.number >= run.life_began_with, "A3", f"cycle {cycle.number} lives on in a life of the run after its own")
+    require(
+        cycle.number >= run.life_began_with, "A3", f"cycle {cycle.number} lives on in a life of the run after its own"
+    )
     for seat in cycle.seats:
         node_id = seat.node.node_id
         if cycle.has_finished(node_id, run.shape.workers_per_node):
@@ -135,7 +144,9 @@ def _check_closed(run: Run) -> None:
         require(not run.close_reason and run.exit_code == 0, "D1", f"an open run ended with {run.close_reason!r}")
     else:
         well = run.state is RunState.SUCCEEDED
-        require(well == (run.exit_code == 0), "D8", f"a run that {run.state.value} ends its agents with {run.exit_code}")
+        require(
+            well == (run.exit_code == 0), "D8", f"a run that {run.state.value} ends its agents with {run.exit_code}"
+        )
         require(bool(run.close_reason), "D5", f"a run that {run.state.value} does not say why")
 
 
@@ -216,7 +227,7 @@ def _world_chosen(run: Run, fact: WorldChosen) -> None:
     require(run.is_open, "D1", f"a world was chosen for a run that {run.state.value}")
     require(run.cycle is None or not run.cycle.is_live, "D1", "a world was chosen beside a live cycle")
     require(fact.cycle == run.next_cycle, "A3", f"cycle {fact.cycle} was chosen, {run.next_cycle} is next")
-    for node in [one.node for one in (*fact.seats, *fact.standbys)]:
+    for node in [*(one.node for one in fact.seats), *(one.node for one in fact.standbys)]:
         member = run.live(node.node_id)
         there = member is not None and member.info.incarnation == node.incarnation
         require(there, "C1", f"cycle {fact.cycle} counts {node.node_id} ({node.incarnation}), which is no member")
@@ -255,7 +266,9 @@ def _check_budgets(run: Run) -> None:
     failed = causes.count(Cause.WORKER_FAILED)
     require(failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}")
     taken = [one for one in ended if one.failure is not None and one.running_at is not None]
-    gone = sum(1 for one in taken if one.failure is not None and one.failure.cause in {Cause.NODE_LOST, Cause.NODE_LEFT})
+    gone = sum(
+        1 for one in taken if one.failure is not None and one.failure.cause in {Cause.NODE_LOST, Cause.NODE_LEFT}
+    )
     if limit.max_replacements is not None:
         require(gone <= limit.max_replacements, "D5", f"a cycle after {gone} losses, of {limit.max_replacements}")
 

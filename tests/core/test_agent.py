@@ -191,7 +191,9 @@ def test_a_second_signal_kills() -> None:
 @pytest.mark.rule("E2")
 def test_the_first_ending_counts() -> None:
     assert done(run(0), TERM, CLOSED, Expelled("lost"), gone(0))[-1][-1] == Exit(143, "received SIGTERM")
-    assert done(run(0), CLOSED, Expelled("lost"), CoordinatorGraceOver("away"), gone(0))[-1] == [Exit(0, "all exited 0")]
+    assert done(run(0), CLOSED, Expelled("lost"), CoordinatorGraceOver("away"), gone(0))[-1] == [
+        Exit(0, "all exited 0")
+    ]
 
 
 @pytest.mark.rule("E3")

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from nvrx.core.commands import Tick
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
@@ -23,7 +24,6 @@ from nvrx.core.facts import (
 )
 from nvrx.core.ids import CycleNumber, GroupRank, Incarnation, LocalRank, NodeId
 from nvrx.core.invariants import Broken, check_state, check_step
-from nvrx.core.commands import Tick
 from nvrx.core.narrate import Subject, subject_of, tell
 from nvrx.core.run import MAX_CONSEQUENCES, evolve
 from nvrx.core.shape import SettingsWish

@@ -87,7 +87,10 @@ def test_who_replaced_whom() -> None:
     world = trained(3, 6)
     world.kill("n0", "n2")
     world.advance(3)
-    assert list(replacements(world.run, world.cycle)) == [Replacement(NodeId("n0"), NodeId("n3")), Replacement(NodeId("n2"), NodeId("n4"))]
+    assert list(replacements(world.run, world.cycle)) == [
+        Replacement(NodeId("n0"), NodeId("n3")),
+        Replacement(NodeId("n2"), NodeId("n4")),
+    ]
     assert list(replacements(world.run, world.run.cycles[0])) == []
 
 
@@ -148,7 +151,9 @@ def test_all_nodes_see_the_same_world() -> None:
     world = trained(4, 6)
     world.exit("n0", 0, 1)
     assignments = [world.desired(name).assignment for name in world.active()]
-    seen = {(one.cycle, one.world_size, one.group_world_size, one.master, one.max_restarts) for one in assignments if one}
+    seen = {
+        (one.cycle, one.world_size, one.group_world_size, one.master, one.max_restarts) for one in assignments if one
+    }
     assert len(seen) == 1
     assert [one.group_rank for one in assignments if one] == [0, 1, 2, 3]
 

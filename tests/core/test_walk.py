@@ -157,15 +157,32 @@ class Walk(RuleBasedStateMachine):
             run = world.run
             if run.is_open and sum(1 for _ in run.live_members()) < run.shape.min_nodes:
                 node = world.node(name)
-                member = run.live(node.name)
-                if member is None:
+                if run.live(node.name) is None:
                     node.phase, node.cycle = AgentPhase.IDLE, None
                     world.rejoin(name)
         world.advance(LIVELY_WITHIN_S)
         assert world.is_training or not world.run.is_open, f"nothing runs: {world.waiting()}"
 
 
+class LongWalk(Walk):
+    """The same, for hundreds of steps."""
+
+
 TestWalk = pytest.mark.rule("C5", "D1", "D2", "D5", "E5")(Walk.TestCase)
+TestLongWalk = pytest.mark.rule("C5", "D1", "D2", "D5", "E5")(LongWalk.TestCase)
+TestLongWalk.settings = settings(
+    max_examples=8,
+    stateful_step_count=300,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    deadline=None,
+    database=None,
+)
 TestWalk.settings = settings(
-    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None
+    max_examples=150,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    deadline=None,
+    database=None,
 )
