@@ -5,6 +5,8 @@ Ends by asking for two laws: the journal gives the state back, and enough health
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from nvrx.core.ids import CycleNumber
 from nvrx.core.presence import AgentPhase
 from nvrx.core.refused import Refused
 from nvrx.core.shape import SettingsWish
+from nvrx.core.topology import OrderSource
 
 from .driver import World, ended
 
@@ -38,6 +41,7 @@ class Walk(RuleBasedStateMachine):
         max_restarts=st.sampled_from([50, 50, 0, 1]),
         max_replacements=st.sampled_from([None, None, None, 1, 0]),
         last_call_s=st.sampled_from([0.0, 1.0]),
+        procids=st.sampled_from(["", "012345", "543210", "012300"]),
     )
     def begin(
         self,
@@ -47,9 +51,12 @@ class Walk(RuleBasedStateMachine):
         max_restarts: int,
         max_replacements: int | None,
         last_call_s: float,
+        procids: str,
     ) -> None:
         wish = SettingsWish(max_restarts, max_replacements, join_timeout_s=60.0, last_call_s=last_call_s)
         self.world = World(min_nodes, min_nodes + more, workers, wish)
+        for name, procid in zip(NAMES, procids, strict=False):
+            self.world.node(name, {OrderSource.PROCID: procid})
         self.world.join(*NAMES[:min_nodes])
 
     def one_of(self, index: int, *, active: bool = False) -> str:
@@ -136,6 +143,20 @@ class Walk(RuleBasedStateMachine):
         self.exit(self.one_of(index, active=True), local_rank, 0, 1, False)
 
     @precondition(lambda self: self.world.is_training)
+    @rule(index=indices, returns=st.booleans(), other=indices)
+    def promote_and_fail(self, index: int, returns: bool, other: int) -> None:
+        """A node is lost and replaced, perhaps returns as a standby, then a worker fails: nobody is displaced."""
+        gone = self.one_of(index, active=True)
+        self.world.kill(gone)
+        self.world.advance(3.0)
+        if self.world.is_training:
+            self.world.start()
+        if returns:
+            self.rejoin(gone, False, False)
+        if self.world.is_training:
+            self.fail(other, 0, True)
+
+    @precondition(lambda self: self.world.is_training)
     @rule(index=indices)
     def finish(self, index: int) -> None:
         name = self.one_of(index, active=True)
@@ -214,7 +235,8 @@ class Walk(RuleBasedStateMachine):
                 node = world.node(name)
                 if run.live(node.name) is None:
                     node.phase, node.cycle = AgentPhase.IDLE, None
-                    world.rejoin(name)
+                    with suppress(Refused):  # another node has its place in order
+                        world.rejoin(name)
         world.advance(LIVELY_WITHIN_S)
         assert world.is_training or not world.run.is_open, f"nothing runs: {world.waiting()}"
 
