@@ -7,6 +7,7 @@ state and its names with them. Each broken rule is named.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .commands import Command, Join, Leave, Report, Tick
@@ -63,9 +64,7 @@ def check_state(run: Run) -> None:
 
 def _check_numbers(run: Run) -> None:
     numbers = [one.number for one in run.cycles]
-    require(
-        all(a < b for a, b in zip(numbers, numbers[1:], strict=False)), "A3", f"cycle numbers do not rise: {numbers}"
-    )
+    require(all(a < b for a, b in pairwise(numbers)), "A3", f"cycle numbers do not rise: {numbers}")
     if numbers:
         highest = run.highest_cycle
         require(highest is not None and highest >= numbers[-1], "A3", f"cycle {numbers[-1]} is above {highest}")
@@ -228,7 +227,7 @@ def _world_chosen(run: Run, fact: WorldChosen) -> None:
     require(run.is_open, "D1", f"a world was chosen for a run that {run.state.value}")
     require(run.cycle is None or not run.cycle.is_live, "D1", "a world was chosen beside a live cycle")
     require(fact.cycle == run.next_cycle, "A3", f"cycle {fact.cycle} was chosen, {run.next_cycle} is next")
-    for node in [one.node for one in (*fact.seats, *fact.standbys)]:
+    for node in [*(one.node for one in fact.seats), *(one.node for one in fact.standbys)]:
         member = run.live(node.node_id)
         there = member is not None and member.info.incarnation == node.incarnation
         require(there, "C1", f"cycle {fact.cycle} counts {node.node_id} ({node.incarnation}), which is no member")

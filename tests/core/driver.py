@@ -151,6 +151,7 @@ class World:
                 assert before == reduce(evolve, self.facts, None)
             raise
         self.opened = after = reduce(evolve, facts, before)
+        self.facts += facts
         assert after is not None
         check_step(before, command, facts, after)
         check_state(after)
@@ -159,7 +160,6 @@ class World:
                 self.presence.joined(fact.node.node_id, fact.node.incarnation, self.now)
             elif isinstance(fact, NodeLeft | NodeLost):
                 self.presence.forget(fact.node_id)
-        self.facts += facts
         return facts
 
     def tick(self) -> list[Fact]:

@@ -36,11 +36,11 @@ def failure(world: World, number: int) -> Failure:
 def test_a_cycle_runs_when_all_active_nodes_say_so() -> None:
     world = World(2, 3)
     world.join("n0", "n1", "n2")
-    assert world.cycle.state is CycleState.STARTING
-    world.start("n0")
-    assert world.cycle.state is CycleState.STARTING
-    world.start("n1")
-    assert world.cycle.state is CycleState.RUNNING
+    states = [world.cycle.state]
+    for name in ("n0", "n1"):
+        world.start(name)
+        states.append(world.cycle.state)
+    assert states == [CycleState.STARTING, CycleState.STARTING, CycleState.RUNNING]
     assert len(world.of(CycleRunning)) == 1
 
 

@@ -120,7 +120,7 @@ def test_endpoints(text: str, endpoint: HostPort) -> None:
 )
 def test_endpoints_that_are_none(text: str, part: str) -> None:
     """Field case C128."""
-    with pytest.raises(ValueError, match="^.+$") as caught:
+    with pytest.raises(ValueError, match=r"^.+$") as caught:
         parse_endpoint(text)
     assert ascii(text) in str(caught.value)
     assert part in str(caught.value)

@@ -5,6 +5,8 @@ Ends by asking for two laws: the journal gives the state back, and enough health
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -14,11 +16,13 @@ from nvrx.core.ids import CycleNumber
 from nvrx.core.presence import AgentPhase
 from nvrx.core.refused import Refused
 from nvrx.core.shape import SettingsWish
+from nvrx.core.topology import OrderSource
 
 from .driver import World, ended
 
 NAMES = [f"n{number}" for number in range(6)]
 names = st.sampled_from(NAMES)
+indices = st.integers(0, len(NAMES) - 1)
 LIVELY_WITHIN_S = 30.0
 """Leases, reconnect grace, recovery span and the longest stop grace of the walk, one after the other."""
 
@@ -31,12 +35,13 @@ class Walk(RuleBasedStateMachine):
         self.world = World(1, 1)
 
     @initialize(
-        min_nodes=st.integers(1, 3),
-        more=st.integers(0, 2),
+        min_nodes=st.sampled_from([2, 3, 1]),
+        more=st.sampled_from([1, 2, 0]),
         workers=st.integers(1, 2),
-        max_restarts=st.sampled_from([0, 1, 50]),
-        max_replacements=st.sampled_from([None, 0, 1]),
+        max_restarts=st.sampled_from([50, 50, 0, 1]),
+        max_replacements=st.sampled_from([None, None, None, 1, 0]),
         last_call_s=st.sampled_from([0.0, 1.0]),
+        procids=st.sampled_from(["", "012345", "543210", "012300"]),
     )
     def begin(
         self,
@@ -46,13 +51,21 @@ class Walk(RuleBasedStateMachine):
         max_restarts: int,
         max_replacements: int | None,
         last_call_s: float,
+        procids: str,
     ) -> None:
         wish = SettingsWish(max_restarts, max_replacements, join_timeout_s=60.0, last_call_s=last_call_s)
         self.world = World(min_nodes, min_nodes + more, workers, wish)
+        for name, procid in zip(NAMES, procids, strict=False):
+            self.world.node(name, {OrderSource.PROCID: procid})
         self.world.join(*NAMES[:min_nodes])
 
-    def known(self, name: str) -> bool:
-        return any(str(node_id) == name for node_id in self.world.run.members)
+    def one_of(self, index: int, *, active: bool = False) -> str:
+        """Some live member, an active one where there are any and it is asked for."""
+        run = self.world.run
+        there = [str(one.info.node_id) for one in run.live_members()]
+        if active and self.world.is_training:
+            there = [name for name in there if name in self.world.active()] or there
+        return there[index % len(there)] if there else NAMES[index]
 
     @rule(name=names)
     def join(self, name: str) -> None:
@@ -65,64 +78,127 @@ class Walk(RuleBasedStateMachine):
     @rule(name=names, reopen=st.booleans(), requeued=st.booleans())
     def rejoin(self, name: str, reopen: bool, requeued: bool) -> None:
         node = self.world.node(name)
+        was = (node.life, node.phase, node.cycle, node.restart_count)
         node.restart_count += requeued
-        was = (node.life, node.phase, node.cycle)
         try:
             self.world.rejoin(name, reopen=reopen)
         except Refused:
-            node.life, node.phase, node.cycle = was
+            node.life, node.phase, node.cycle, node.restart_count = was
 
-    @rule(name=names)
-    def connect(self, name: str) -> None:
+    @precondition(lambda self: not self.world.run.is_open)
+    @rule(count=st.integers(1, 4))
+    def reopen(self, count: int) -> None:
+        for name in NAMES[:count]:
+            self.rejoin(name, True, False)
+
+    @rule(index=indices)
+    def connect(self, index: int) -> None:
+        name = self.one_of(index)
         node = self.world.node(name)
         member = self.world.run.live(node.name)
         if member is not None and member.info.incarnation == node.incarnation:
             self.world.connect(name)
 
-    @rule(gone=st.lists(names, min_size=1, unique=True), silently=st.booleans())
-    def lose(self, gone: list[str], silently: bool) -> None:
-        there = [name for name in gone if self.known(name)]
-        if silently:
-            self.world.freeze(*there)
-        else:
-            self.world.kill(*there)
+    @rule()
+    def all_connect(self) -> None:
+        for index, _ in enumerate(list(self.world.run.live_members())):
+            self.connect(index)
 
-    @rule(name=names, stopped=st.booleans())
-    def leave(self, name: str, stopped: bool) -> None:
+    @rule(
+        some=st.lists(indices, min_size=1, max_size=2), silently=st.booleans(), wait_s=st.sampled_from([0.0, 3.0, 11.0])
+    )
+    def lose(self, some: list[int], silently: bool, wait_s: float) -> None:
+        gone = {self.one_of(index) for index in some} & set(map(str, self.world.nodes))
+        if silently:
+            self.world.freeze(*sorted(gone))
+        else:
+            self.world.kill(*sorted(gone))
+        self.world.advance(wait_s)
+
+    @rule(index=indices, stopped=st.booleans())
+    def leave(self, index: int, stopped: bool) -> None:
+        name = self.one_of(index)
         self.world.node(name)
         try:
             self.world.leave(name, stopped=stopped)
         except Refused:
             return
 
-    @precondition(lambda self: self.world.opened is not None and self.world.is_training)
+    @rule(name=names)
+    def workers_of_a_leaver_are_gone(self, name: str) -> None:
+        node = self.world.node(name)
+        if node.name in self.world.run.stopping:
+            self.world.leave(name, stopped=True)
+
+    @precondition(lambda self: self.world.is_training)
     @rule()
     def start(self) -> None:
         self.world.start()
 
-    @precondition(lambda self: self.world.opened is not None and self.world.run.cycles)
+    @precondition(lambda self: self.world.is_training)
+    @rule(index=indices, local_rank=st.integers(0, 1), starts=st.booleans())
+    def fail(self, index: int, local_rank: int, starts: bool) -> None:
+        if starts:
+            self.world.start()
+        self.exit(self.one_of(index, active=True), local_rank, 0, 1, False)
+
+    @precondition(lambda self: self.world.is_training)
+    @rule(index=indices, returns=st.booleans(), other=indices)
+    def promote_and_fail(self, index: int, returns: bool, other: int) -> None:
+        """A node is lost and replaced, perhaps returns as a standby, then a worker fails: nobody is displaced."""
+        gone = self.one_of(index, active=True)
+        self.world.kill(gone)
+        self.world.advance(3.0)
+        if self.world.is_training:
+            self.world.start()
+        if returns:
+            self.rejoin(gone, False, False)
+        if self.world.is_training:
+            self.fail(other, 0, True)
+
+    @precondition(lambda self: self.world.is_training)
+    @rule(index=indices)
+    def finish(self, index: int) -> None:
+        name = self.one_of(index, active=True)
+        for local_rank in range(self.world.workers):
+            self.exit(name, local_rank, 0, 0, False)
+
+    @precondition(lambda self: self.world.run.cycles)
     @rule(
-        name=names,
-        local_rank=st.integers(0, 2),
-        back=st.integers(0, 1),
-        how=st.sampled_from(["finished", "finished", "failed", "stopped"]),
+        name=names, local_rank=st.integers(0, 2), back=st.integers(0, 1), code=st.integers(0, 1), stopped=st.booleans()
     )
-    def exit(self, name: str, local_rank: int, back: int, how: str) -> None:
+    def exit(self, name: str, local_rank: int, back: int, code: int, stopped: bool) -> None:
+        """Of any node, in this cycle or the one before, of a worker that may not exist."""
         self.world.node(name)
-        code = 0 if how == "finished" else 1
         cycle = CycleNumber(self.world.cycle.number - back)
         try:
-            self.world.report(name, [ended(local_rank, code, stopped=how == "stopped")], cycle)
+            self.world.report(name, [ended(local_rank, code, stopped=stopped)], cycle)
         except Refused:
             return
+
+    @rule(name=names, back=st.integers(1, 2))
+    def late_words(self, name: str, back: int) -> None:
+        """Of an incarnation that was replaced: refused, and nothing changes (rule B2)."""
+        node = self.world.node(name)
+        if node.life < back or not self.world.run.cycles or node.name not in self.world.run.members:
+            return
+        node.life -= back
+        try:
+            with pytest.raises(Refused):
+                self.world.exit(name, 0, 1)
+        finally:
+            node.life += back
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.5, 11.0, 70.0]))
     def advance(self, seconds: float) -> None:
         self.world.advance(seconds)
 
-    @rule()
-    def restart_coordinator(self) -> None:
+    @rule(back=st.lists(indices, max_size=3), wait_s=st.sampled_from([0.0, 3.0, 16.0]))
+    def restart_coordinator(self, back: list[int], wait_s: float) -> None:
         self.world.restart_coordinator()
+        for index in back:
+            self.connect(index)
+        self.world.advance(wait_s)
 
     @rule(late_s=st.sampled_from([0.5, 20.0]))
     def stall(self, late_s: float) -> None:
@@ -157,15 +233,33 @@ class Walk(RuleBasedStateMachine):
             run = world.run
             if run.is_open and sum(1 for _ in run.live_members()) < run.shape.min_nodes:
                 node = world.node(name)
-                member = run.live(node.name)
-                if member is None:
+                if run.live(node.name) is None:
                     node.phase, node.cycle = AgentPhase.IDLE, None
-                    world.rejoin(name)
+                    with suppress(Refused):  # another node has its place in order
+                        world.rejoin(name)
         world.advance(LIVELY_WITHIN_S)
         assert world.is_training or not world.run.is_open, f"nothing runs: {world.waiting()}"
 
 
+class LongWalk(Walk):
+    """The same, for hundreds of steps."""
+
+
 TestWalk = pytest.mark.rule("C5", "D1", "D2", "D5", "E5")(Walk.TestCase)
+TestLongWalk = pytest.mark.rule("C5", "D1", "D2", "D5", "E5")(LongWalk.TestCase)
+TestLongWalk.settings = settings(
+    max_examples=8,
+    stateful_step_count=300,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    deadline=None,
+    database=None,
+)
 TestWalk.settings = settings(
-    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True, deadline=None
+    max_examples=150,
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    deadline=None,
+    database=None,
 )

@@ -55,11 +55,11 @@ class Teller:
 
     def __init__(self) -> None:
         self.world = World(1, 1)
-        self._commands: dict[str, Callable[..., None]] = {
+        self._commands: dict[str, Callable[..., object]] = {
             "run": self._run,
             "join": self._join,
             "rejoin": lambda *names: self.world.rejoin(*names),
-            "reopen": lambda first, *names: (self.world.rejoin(first, reopen=True), self.world.rejoin(*names)),
+            "reopen": self._reopen,
             "running": lambda *names: self.world.start(*names),
             "exit": self._exit,
             "finish": lambda *names: self.world.finish(*names),
@@ -97,6 +97,10 @@ class Teller:
             name, _, procid = text.partition(":")
             self.world.node(name, {OrderSource.PROCID: procid} if procid else {})
             self.world.join(name)
+
+    def _reopen(self, first: str, *others: str) -> None:
+        self.world.rejoin(first, reopen=True)
+        self.world.rejoin(*others)
 
     def _exit(self, worker: str, how: str) -> None:
         name, _, rest = worker.partition("/")
