@@ -265,7 +265,7 @@ def _workers_changed(agent: Agent, observed: WorkersStarted | WorkerEnded | Tree
             deeds.append(Leave(agent.reason, workers_stopped=True))
     else:
         ended = observed.exit
-        if workers.stopping and not ended.succeeded:
+        if workers.stopping:
             ended = dataclasses.replace(ended, stopped_by_agent=True)
         workers = dataclasses.replace(workers, exits={**workers.exits, ended.local_rank: ended})
         deeds.append(Report(observed.cycle, (ended,)))
