@@ -221,6 +221,9 @@ class Engine:
     ) -> None:
         """Renew a lease at once, not behind the journal."""
         hosted = self.runs[session.run_id]
+        known = hosted.presence.nodes.get(session.node_id)
+        if known is None or known.incarnation != session.incarnation:
+            return  # lost or replaced this moment: its stream is about to be told
         if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):
             self.nudge(session.run_id)
 
@@ -271,6 +274,7 @@ class Engine:
             log.warning("the coordinator was stalled for %.1f s; all leases are extended by that", late_s)
             for hosted in self.runs.values():
                 hosted.presence.extend(late_s)
+                hosted.presence.hear_out(self.now(hosted))
 
     async def _step(self, batch: list[_Pending]) -> None:
         work = _Work()
