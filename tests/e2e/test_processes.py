@@ -142,6 +142,7 @@ def test_a_chatty_worker_does_not_block(cluster: Cluster) -> None:
         process = subprocess.Popen(argv, env=env, stdout=end, stderr=end, start_new_session=True)
         try:
             cluster.wait_for("RunClosed", timeout_s=60.0)
+            assert process.wait(30.0) == 0
         finally:
             process.kill()
             process.wait()
@@ -219,3 +220,21 @@ def test_a_script_that_is_not_executable_runs_with_the_agents_python(cluster: Cl
     cluster.serve()
     assert cluster.join("n0", command=[str(script), "-x", "a b"]).ended() == 0
     assert cluster.log_of("n0", 0, "rank-0.out").read_text() == f"{sys.executable}\n['-x', 'a b']\n"
+
+
+@pytest.mark.rule("G3", "G7", "D4")
+def test_a_worker_is_its_command(cluster: Cluster) -> None:
+    """C088 without numactl: one process, its own exit code, its own signal handler."""
+    cluster.serve()
+    agent = cluster.join("n0", "--max-restarts", "1", command=worker_script("checkpoint"), env={"W_SAVE_S": "0"})
+    first = cluster.worker("n0")
+    assert Path(f"/proc/{supervisor_of(first.pid)}/task/{supervisor_of(first.pid)}/children").read_text().split() == [
+        str(first.pid)
+    ]
+    first.tell("exit", code=37)
+    second = cluster.worker("n0", 1)
+    assert cluster.rank_map(0).failure.exit_code == 37
+    second.said("ready")
+    agent.send(signal.SIGTERM)
+    second.said("saved")
+    assert agent.ended() == 128 + signal.SIGTERM
