@@ -183,6 +183,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         self._heartbeats.close()
+        self.engine.end_watches()
         await self._server.stop(STOP_WITHIN_S)
         self.engine.close()
 

@@ -57,6 +57,8 @@ class Watch:
         self.after = after
         self.rows: asyncio.Queue[Row | None] = asyncio.Queue(MAX_WATCHED)
         self.overflowed = False
+        self.is_ending = False
+        """The coordinator goes down: the watch ends though the run does not."""
 
     def put(self, row: Row | None) -> None:
         try:
@@ -235,6 +237,13 @@ class Engine:
 
     def unwatch(self, hosted: Hosted, watch: Watch) -> None:
         hosted.watches.discard(watch)
+
+    def end_watches(self) -> None:
+        """The coordinator goes down: have every watch end with a reason that means: come back (rule E7)."""
+        for hosted in self.runs.values():
+            for watch in hosted.watches:
+                watch.is_ending = True
+                watch.put(None)
 
     # ---- commands -----------------------------------------------------------------------------------------
 

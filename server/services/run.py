@@ -103,6 +103,10 @@ class RunService(run_pb2_grpc.RunServiceServicer):
                     "this watch was too slow for what happened; list the facts again and watch from there",
                     {"run_id": hosted.run.run_id},
                 )
+            if watch.is_ending:
+                raise Refused(
+                    Reason.SHUTTING_DOWN, "the coordinator goes down; watch on from the next revision later", {}
+                )
             if row is None:
                 return
             await context.write(run_pb2.WatchFactsResponse(fact=_fact(row)))

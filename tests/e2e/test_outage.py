@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from .cluster import Cluster
-from .programs import Program
+from .programs import COORDINATOR, Program
 
 
 def _back(cluster: Cluster) -> Program:
@@ -56,13 +56,19 @@ def test_a_killed_coordinator_comes_back(cluster: Cluster) -> None:
 
 @pytest.mark.rule("E7")
 def test_sigterm_to_the_coordinator(cluster: Cluster) -> None:
-    """It exits 0 within 5 s; workers run on, and all is as it was when it is back."""
+    """It exits 0 within 5 s and tells its watchers; workers run on, and all is as it was when it is back."""
     coordinator = cluster.serve()
     agents = cluster.join_all("a b", "--nnodes", "2")
     before = _pids(cluster, 0, 2)
     cluster.wait_for("CycleRunning", 0)
+    watching = cluster.start(
+        "nvrx-coord events", [*COORDINATOR, "events", "--follow", "--coordinator", cluster.address]
+    )
+    watching.said("cycle 0 running")
     coordinator.send(signal.SIGTERM)
     assert coordinator.ended(5.0) == 0
+    assert watching.ended() == 1
+    assert "the coordinator goes down" in watching.err[-1]
     for one in agents:
         one.said("the coordinator goes down; come back to it")
     _back(cluster)
