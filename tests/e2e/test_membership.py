@@ -282,6 +282,6 @@ def test_names_on_the_wire_are_checked(cluster: Cluster) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.Join(request, timeout=10)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details().isprintable()
+        assert (caught.value.details() or "").isprintable()
     coordinator.said("INVALID_FIELD.*31m")
     assert all(line.isprintable() for line in [*coordinator.out, *coordinator.err])

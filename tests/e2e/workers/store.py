@@ -22,11 +22,11 @@ def is_held(port: int) -> bool:
 
 def main() -> None:
     line = Line()
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     is_server = os.environ["RANK"] == "0"
     held = is_held(int(os.environ["MASTER_PORT"]))
-    store = dist.TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
