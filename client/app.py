@@ -295,7 +295,7 @@ class NodeAgent:
             event.exit_code,
             name,
             message,
-            event.stopped_by_agent and not succeeded,
+            event.stopped_by_agent,
             tail,
         )
 

@@ -297,6 +297,7 @@ class Engine:
             log.warning("the coordinator was stalled for %.1f s; all leases are extended by that", late_s)
             for hosted in self.runs.values():
                 hosted.presence.extend(late_s)
+                hosted.presence.hear_out(self.now(hosted))
 
     async def _step(self, batch: list[_Pending]) -> None:
         work = _Work()

@@ -104,7 +104,7 @@ class WorkersStarted:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """One worker ended. Whether this agent had asked for it is not known to the observer."""
+    """One worker ended; `exit.stopped_by_agent` if it had been sent a signal by us before."""
 
     cycle: CycleNumber
     exit: WorkerExit
@@ -282,8 +282,6 @@ def _workers_changed(
         workers = dataclasses.replace(workers, started=True)
     elif isinstance(observed, WorkerEnded):
         ended = observed.exit
-        if workers.stopping and not ended.succeeded:
-            ended = dataclasses.replace(ended, stopped_by_agent=True)
         workers = dataclasses.replace(workers, exits={**workers.exits, ended.local_rank: ended})
         deeds.append(Report(observed.cycle, (ended,)))
     else:

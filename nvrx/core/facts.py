@@ -91,7 +91,8 @@ class WorkerExit:
 
     @property
     def succeeded(self) -> bool:
-        return self.exit_code == 0 and not self.signal
+        """Ended well by itself: one that answers its agent's SIGTERM with exit code 0 has not finished its work."""
+        return self.exit_code == 0 and not self.signal and not self.stopped_by_agent
 
     @property
     def failed(self) -> bool:

@@ -128,6 +128,11 @@ class Presence:
         if self.recovering_until is not None:
             self.recovering_until += late_s
 
+    def hear_out(self, now: float) -> None:
+        """The coordinator was stalled: what nodes said meanwhile is still unread, and their streams may have broken."""
+        for node in self.nodes.values():
+            node.lease_until = max(node.lease_until, now + self.timing.reconnect_grace_s)
+
     def is_recovering(self, now: float) -> bool:
         """Whether some node that was known before a restart may still come back unjudged."""
         return bool(self.returning) and self.recovering_until is not None and now < self.recovering_until

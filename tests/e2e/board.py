@@ -9,6 +9,8 @@ from typing import TypeVar
 
 PATIENCE_S = 30.0
 """Far beyond what anything takes on a busy machine: a wait that reaches it has failed."""
+_LOOK_AGAIN_S = 0.1
+"""For what nobody announces, such as an answer of the coordinator."""
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ class Board:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
-                self.condition.wait(left_s)
+                self.condition.wait(min(left_s, _LOOK_AGAIN_S))
         raise AssertionError(f"waited {timeout_s:g} s for {what}\n{self.state()}")
 
     def state(self) -> str:

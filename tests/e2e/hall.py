@@ -56,12 +56,15 @@ class Worker:
         self.connection.sendall(json.dumps({"do": do, **more}).encode() + b"\n")
 
     def said(self, event: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Wait for one of its messages."""
-        return self.board.until(
-            lambda: next((one for one in self.messages if one["event"] == event), None),
-            f"{self} to say {event!r}",
-            timeout_s,
-        )
+        """Wait for one of its messages; fails at once when it ended without."""
+
+        def found() -> dict[str, Any] | None:
+            hit = next((one for one in self.messages if one["event"] == event), None)
+            if hit is None and self.ended_at is not None:
+                raise AssertionError(f"{self} did not say {event!r}\n{self.board.state()}")
+            return hit
+
+        return self.board.until(found, f"{self} to say {event!r}", timeout_s)
 
     def ended(self, timeout_s: float = PATIENCE_S) -> float:
         """Wait until its process is gone; when that was."""

@@ -6,9 +6,10 @@ import re
 import signal
 import socket
 
+import grpc
 import pytest
 
-from nvrx.v1 import common_pb2
+from nvrx.v1 import common_pb2, join_pb2, join_pb2_grpc
 
 from .cluster import Cluster, signal_all, supervisor_of, worker_script
 from .programs import NODE, Program
@@ -268,3 +269,19 @@ def test_a_wrong_token(cluster: Cluster) -> None:
     for one in (agent, without):
         assert "token" in one.err[-1]
         assert not re.search("a{40}|b{40}", one.tail())
+
+
+@pytest.mark.rule("B1", "J3")
+def test_names_on_the_wire_are_checked(cluster: Cluster) -> None:
+    """C143: a Join by hand with names that are paths, or hold line breaks, is refused; one event stays one line."""
+    coordinator = cluster.serve()
+    stub = join_pb2_grpc.JoinServiceStub(cluster.channel)
+    shape = common_pb2.Shape(min_nodes=1, max_nodes=1, workers_per_node=1)
+    for run_id, node_id in (("../../x", "n0"), ("a/b", "n0"), ("run", "a/b"), ("run", "a\nb"), ("run", "\x1b[31m")):
+        request = join_pb2.JoinRequest(run_id=run_id, node_id=node_id, incarnation="i", address="h", shape=shape)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Join(request, timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").isprintable()
+    coordinator.said("INVALID_FIELD.*31m")
+    assert all(line.isprintable() for line in [*coordinator.out, *coordinator.err])

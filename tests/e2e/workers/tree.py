@@ -12,8 +12,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         obey(Line("child"))
         return
-    with subprocess.Popen([sys.executable, "-m", "tests.e2e.workers.tree", "child"]):
-        obey(Line())
+    child = subprocess.Popen([sys.executable, "-m", "tests.e2e.workers.tree", "child"])
+    obey(Line())
+    child.kill()
 
 
 if __name__ == "__main__":
