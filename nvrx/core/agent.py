@@ -333,4 +333,4 @@ def _why_stop(agent: Agent, workers: Workers) -> str | None:
     wanted = agent.desired
     if wanted is None or (wanted.action is Action.RUN and wanted.cycle == workers.assignment.cycle):
         return None
-    return wanted.reason
+    return wanted.reason or f"cycle {wanted.cycle} follows"

@@ -107,13 +107,13 @@ class Failure:
     cause: Cause
     node_id: NodeId | None = None
     group_rank: GroupRank | None = None
-    rank: GlobalRank | None = None
     local_rank: LocalRank | None = None
     exit_code: int | None = None
     signal: str = ""
     message: str = ""
     stderr_tail: str = ""
     at: float = 0.0
+    rank: GlobalRank | None = None
 
 
 @dataclass(frozen=True)

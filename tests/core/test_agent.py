@@ -90,9 +90,9 @@ BY_US = ended(0, signal="SIGTERM", stopped=True)
 
 @pytest.mark.rule("D2")
 def test_the_next_workers_start_when_nothing_of_the_old_ones_is_left() -> None:
-    assert done(run(0), run(1), end(0, TERMED), run(1), gone(0)) == [
+    assert done(run(0), run(1), end(0, BY_US), run(1), gone(0)) == [
         [spawn(0)],
-        [Stop()],
+        [Stop("cycle 1 follows")],
         [report(0, BY_US)],
         [],
         [spawn(1)],
@@ -101,11 +101,11 @@ def test_the_next_workers_start_when_nothing_of_the_old_ones_is_left() -> None:
 
 @pytest.mark.rule("D2")
 def test_a_failed_worker_takes_its_sisters_with_it() -> None:
-    sister = ended(1, signal="SIGTERM")
+    sister = ended(1, signal="SIGTERM", stopped=True)
     assert done(run(0), end(0, BAD), end(0, sister), gone(0), run(0), run(1)) == [
         [spawn(0)],
-        [report(0, BAD), Stop()],
-        [report(0, ended(1, signal="SIGTERM", stopped=True))],
+        [report(0, BAD), Stop("a worker of this node failed")],
+        [report(0, sister)],
         [],
         [],
         [spawn(1)],
@@ -114,7 +114,7 @@ def test_a_failed_worker_takes_its_sisters_with_it() -> None:
 
 @pytest.mark.rule("D2")
 def test_cycles_that_were_skipped_are_not_started() -> None:
-    assert done(run(0), run(1), run(2), gone(0)) == [[spawn(0)], [Stop()], [], [spawn(2)]]
+    assert done(run(0), run(1), run(2), gone(0)) == [[spawn(0)], [Stop("cycle 1 follows")], [], [spawn(2)]]
 
 
 @pytest.mark.rule("D8")
@@ -133,7 +133,7 @@ def test_an_early_finisher_waits_and_takes_part_in_the_next_cycle() -> None:
 @pytest.mark.rule("D2")
 @pytest.mark.parametrize("told", [stop(0), wait(0), wait(None)])
 def test_told_to_stop_or_wait_it_stops_once(told: DesiredChanged) -> None:
-    assert done(run(0), told, told, gone(0), told) == [[spawn(0)], [Stop()], [], [], []]
+    assert done(run(0), told, told, gone(0), told) == [[spawn(0)], [Stop(told.desired.reason)], [], [], []]
 
 
 @pytest.mark.rule("B2")
@@ -145,10 +145,10 @@ def test_what_is_older_is_ignored() -> None:
 def test_a_late_end_of_the_old_tree_starts_nothing_twice() -> None:
     assert done(run(0), run(1), gone(0), gone(0), run(2), gone(0), gone(1)) == [
         [spawn(0)],
-        [Stop()],
+        [Stop("cycle 1 follows")],
         [spawn(1)],
         [],
-        [Stop()],
+        [Stop("cycle 2 follows")],
         [],
         [spawn(2)],
     ]
@@ -158,7 +158,7 @@ def test_a_late_end_of_the_old_tree_starts_nothing_twice() -> None:
 def test_a_closed_run_ends_the_agent_once_its_workers_are_gone() -> None:
     assert done(run(0), CLOSED, CLOSED, gone(0), CLOSED, gone(0), run(1), TERM) == [
         [spawn(0)],
-        [Stop()],
+        [Stop("all exited 0")],
         [],
         [Exit(0, "all exited 0")],
         [],
@@ -172,9 +172,9 @@ def test_a_closed_run_ends_the_agent_once_its_workers_are_gone() -> None:
 @pytest.mark.rule("E2")
 def test_a_signal_leaves_stops_and_exits_with_its_number() -> None:
     leaving, left = Leave("its agent received SIGTERM", False), Leave("received SIGTERM", True)
-    assert done(run(0), TERM, end(0, TERMED), gone(0)) == [
+    assert done(run(0), TERM, end(0, BY_US), gone(0)) == [
         [spawn(0)],
-        [leaving, Stop()],
+        [leaving, Stop("received SIGTERM")],
         [report(0, BY_US)],
         [left, Exit(143, "received SIGTERM")],
     ]
@@ -200,7 +200,7 @@ def test_the_first_ending_counts() -> None:
 def test_without_a_coordinator_for_too_long_it_stops_and_exits_with_4() -> None:
     assert done(run(0), CoordinatorGraceOver("away for 600 s"), gone(0)) == [
         [spawn(0)],
-        [Stop()],
+        [Stop("away for 600 s")],
         [Exit(EXIT_LOST_COORDINATOR, "away for 600 s")],
     ]
 
@@ -209,7 +209,7 @@ def test_without_a_coordinator_for_too_long_it_stops_and_exits_with_4() -> None:
 def test_expelled_it_stops_its_workers_before_it_joins_again() -> None:
     assert done(run(4), Expelled("declared lost"), Expelled("declared lost"), gone(4), run(4), run(5)) == [
         [spawn(4)],
-        [Stop()],
+        [Stop("declared lost")],
         [],
         [Rejoin("declared lost")],
         [],
@@ -236,7 +236,7 @@ def test_expelled_from_a_run_that_then_closed_it_exits() -> None:
         ([run(0), end(0, BAD)], AgentPhase.FAILED),
         ([run(0), end(0, BAD), gone(0)], AgentPhase.FAILED),
         ([run(0), stop(0)], AgentPhase.STOPPING),
-        ([run(0), stop(0), end(0, TERMED)], AgentPhase.STOPPING),
+        ([run(0), stop(0), end(0, BY_US)], AgentPhase.STOPPING),
         ([run(0), stop(0), gone(0)], AgentPhase.STOPPED),
         ([run(0), stop(0), gone(0), run(1)], AgentPhase.STARTING),
     ],

@@ -17,7 +17,7 @@ from nvrx.core.facts import (
     WorkersExited,
     WorldChosen,
 )
-from nvrx.core.ids import CycleNumber, LocalRank
+from nvrx.core.ids import CycleNumber, GlobalRank, LocalRank
 from nvrx.core.presence import AgentPhase, StoreMode
 from nvrx.core.ranks import Action
 from nvrx.core.run import CycleState, SeatState
@@ -85,7 +85,12 @@ def test_a_failed_worker_ends_the_cycle_at_once(is_running: bool) -> None:
     facts = world.exit("n1", 1, signal="SIGSEGV")
     assert [type(one) for one in facts] == [WorkersExited, CycleEnded, WorldChosen]
     assert failure(world, 0) == Failure(
-        Cause.WORKER_FAILED, world.node("n1").name, world.cycle.seats[1].group_rank, LocalRank(1), signal="SIGSEGV"
+        Cause.WORKER_FAILED,
+        world.node("n1").name,
+        world.cycle.seats[1].group_rank,
+        LocalRank(1),
+        signal="SIGSEGV",
+        rank=GlobalRank(3),
     )
 
 

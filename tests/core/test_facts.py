@@ -22,7 +22,7 @@ from nvrx.core.facts import (
     WorkersExited,
     WorldChosen,
 )
-from nvrx.core.ids import CycleNumber, GroupRank, Incarnation, LocalRank, NodeId
+from nvrx.core.ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from nvrx.core.invariants import Broken, check_state, check_step
 from nvrx.core.narrate import Subject, subject_of, tell
 from nvrx.core.run import MAX_CONSEQUENCES, evolve
@@ -32,7 +32,7 @@ from .driver import World, ended, trained
 
 N0, GHOST = NodeId("n0"), Incarnation("ghost")
 CYCLE = CycleNumber(9)
-FAILURE = Failure(Cause.WORKER_FAILED, N0, GroupRank(0), LocalRank(0), 1)
+FAILURE = Failure(Cause.WORKER_FAILED, N0, GroupRank(0), LocalRank(0), 1, rank=GlobalRank(0))
 
 
 def eventful() -> World:
@@ -72,11 +72,11 @@ def test_every_kind_of_fact_has_one_line() -> None:
             WorkersExited(1, CYCLE, N0, (ended(0, 3), ended(1, signal="SIGTERM", stopped=True))),
             "cycle 9: workers of n0 ended: local rank 0: exit 3, local rank 1: SIGTERM (stopped by agent)",
         ),
-        (CycleEnded(1, CYCLE, FAILURE), "cycle 9 ended: worker failed: n0 local rank 0, exit 1"),
+        (CycleEnded(1, CYCLE, FAILURE), "cycle 9 ended: rank 0 (local rank 0) on n0 failed with exit 1"),
         (CycleEnded(1, CYCLE, Failure(Cause.SUCCEEDED)), "cycle 9 ended: succeeded"),
         (
             CauseRevised(1, CYCLE, Failure(Cause.NODE_LOST, N0, message="silent")),
-            "cycle 9 had ended because of node lost n0: silent",
+            "cycle 9 had ended because of node lost on n0: silent",
         ),
         (RunClosed(1, RunState.FAILED, "no nodes", 1), "run closed, failed: no nodes"),
     ],

@@ -2,18 +2,15 @@
 
 import pytest
 
-from nvrx.core.ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
+from nvrx.core.ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId, first_rank, global_rank
 from nvrx.core.ranks import (
     Action,
     NodeState,
     Replacement,
     desired,
-    failure_rank,
     find_gpu,
     find_node,
     find_rank,
-    first_rank,
-    global_rank,
     mapped_nodes,
     node_state,
     replacements,
@@ -55,7 +52,7 @@ def test_lookup_both_ways() -> None:
     ranks = [(one.cycle.number, one.seat.group_rank, one.local_rank) for one in find_node(world.run, NodeId("n2"))]
     assert ranks == [(2, 1, 0), (2, 1, 1)]
     gpus = [(one.cycle.number, one.seat.group_rank, one.local_rank) for one in find_gpu(world.run, "GPU-n1")]
-    assert gpus == [(0, 1, 0), (1, 1, 0)]
+    assert gpus == [(1, 1, 0), (0, 1, 0)], "the latest cycle first"
     assert not list(find_gpu(world.run, "GPU-n9"))
     assert not list(find_node(world.run, NodeId("n9")))
 
@@ -79,7 +76,7 @@ def test_the_map_says_how_each_node_ended() -> None:
     assert [one.local_rank for one in rows[2].exits] == [0, 1]
     failure = world.run.cycles[0].failure
     assert failure is not None
-    assert failure_rank(world.run, failure) == 1
+    assert failure.rank == 1
 
 
 @pytest.mark.rule("H1")

@@ -88,7 +88,7 @@ def test_the_next_world_waits_for_the_workers_of_a_node_that_left() -> None:
     world.leave("n1", grace_s=15)
     world.advance(16.9)
     assert not world.is_training
-    assert world.waiting() == "waiting for the workers of n1 to stop"
+    assert world.waiting() == "the workers of n1, which left, are still stopping"
     world.advance(0.2)
     assert world.active() == ["n0", "n2"]
     assert not world.of(NodeStopped)
@@ -113,7 +113,7 @@ def test_workers_of_an_ended_cycle_are_waited_for_too() -> None:
     world.rejoin("n1")
     world.join("n2")
     assert not world.is_training
-    assert world.waiting() == "waiting for the workers of n0 to stop"
+    assert world.waiting() == "the workers of n0, which left, are still stopping"
     world.leave("n0", stopped=True)
     assert world.active() == ["n1", "n2"]
 
@@ -135,7 +135,7 @@ def test_after_a_restart_nobody_is_judged_before_all_are_back() -> None:
     world.exit("n0", 0, 1)
     world.advance(14)
     assert not world.is_training
-    assert world.waiting() == "the coordinator restarted; waiting for n1 to come back"
+    assert world.waiting() == "the coordinator restarted; n1 may still come back"
     world.connect("n1")
     assert world.active() == ["n0", "n1"]
 
@@ -266,7 +266,7 @@ def test_the_world_waits_for_a_port_that_no_cycle_has_used() -> None:
     world.exit("n0", 0, 1)
     world.advance(1)
     assert not world.is_training, "it offers only what was used"
-    assert world.waiting() == "waiting for n0 to offer a port for the store of the next cycle"
+    assert world.waiting() == "n0 has yet to offer a port for the store of the next cycle"
     world.offers_fresh_ports = True
     world.advance(1)
     assert world.is_training
