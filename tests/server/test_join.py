@@ -110,6 +110,7 @@ async def test_a_second_agent_with_the_same_node_id_is_refused_while_the_first_l
         "joined_pid": "1000",
         "address": "10.9.9.9",
         "pid": "77",
+        "lease_ttl_s": str(served.engine.timing.lease_ttl_s),
     }
 
 
@@ -140,7 +141,13 @@ async def test_two_nodes_with_one_place_in_order_are_refused(served: Served) -> 
     await HandAgent(served, "n0").join(order_sources={"PROCID": "4"})
     request = HandAgent(served, "n1").join_request(order_sources={"PROCID": "4"})
     told = await refused(served.joins.Join(request), PRECONDITION, "DUPLICATE_INFRA_RANK")
-    assert told == {"node_id": "n1", "other_node_id": "n0", "variable": "SLURM_PROCID", "value": "4"}
+    assert told == {
+        "node_id": "n1",
+        "other_node_id": "n0",
+        "variable": "SLURM_PROCID",
+        "value": "4",
+        "lease_ttl_s": str(served.engine.timing.lease_ttl_s),
+    }
 
 
 @pytest.mark.rule("A5")

@@ -73,7 +73,8 @@ async def test_status(story: Story, command: Command) -> None:
         "cycle     2: RUNNING",
         "nodes     2 active, 0 standby; 2:3 wanted",
         "workers   2 per node, world size 4",
-        "restarts  1 of 3 used, 1 replacements",
+        "restarts  1 of 3 used",
+        "losses    1 cycles ended by a lost or leaving node",
     ]
     told = await as_json(command, story.served, "status")
     assert (told["run_id"], told["cycle"], told["standby_nodes"], told["waiting_reason"]) == (RUN, 2, 0, "")
@@ -84,7 +85,7 @@ async def test_status_says_why_nothing_runs(command: Command) -> None:
     async with serving() as served:
         await HandAgent(served, "n0").join()
         said = await command(served, "status", "--run-id", RUN)
-        assert "cycle     none yet: FORMING" in said.lines
+        assert "cycle     none yet; the first is being formed" in said.lines
         assert "1 of 2 joined: n0" in said.lines[-1]
         assert said.lines[-1].startswith("waiting   ")
 
