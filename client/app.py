@@ -97,6 +97,7 @@ class NodeAgent:
             while True:
                 ending = await self._live()
                 if isinstance(ending, machine.Exit):
+                    _say_ending(ending)
                     return ending.code
                 log.warning("joining anew: %s", ending.reason)
         finally:
@@ -214,7 +215,10 @@ class NodeAgent:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        endings = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            endings.append(signal.SIGHUP)
+        for number in endings:
             loop.add_signal_handler(number, self._on_signal, number)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._link.signal, number)
@@ -231,6 +235,8 @@ class NodeAgent:
 
     def _on_desired(self, wanted: Desired) -> None:
         self._say_waiting(wanted)
+        if wanted.assignment is not None and wanted.assignment.master is not None:
+            self._ports.use(wanted.assignment.master.port)
         self._observe(machine.DesiredChanged(wanted))
         assert self._life is not None
         missing = self._life.maps.missing(wanted)
@@ -328,9 +334,6 @@ class NodeAgent:
                 self._finish(deed)
 
     def _finish(self, ending: machine.Exit | machine.Rejoin) -> None:
-        if isinstance(ending, machine.Exit):
-            level = logging.INFO if ending.code == 0 else logging.ERROR
-            log.log(level, "ending with exit code %d: %s", ending.code, ending.reason)
         if not self._ending.done():
             self._ending.set_result(ending)
 
@@ -355,9 +358,6 @@ class NodeAgent:
             log.warning("could not tell the coordinator that this node leaves: %s", error)
 
     async def _spawn(self, life: _Life, given: Assignment) -> None:
-        if given.master is not None:
-            self._ports.use(given.master.port)
-            life.conversation.changed()
         try:
             specs = self._specs(life, given)
             log.info("%s; output in %s", _describe_place(given), life.files.cycle(given.cycle))
@@ -392,6 +392,12 @@ class NodeAgent:
                 )
             )
         return specs
+
+
+def _say_ending(ending: machine.Exit) -> None:
+    as_asked = ending.code == 0 or ending.code > machine.SIGNALLED
+    level = logging.INFO if as_asked else logging.ERROR
+    log.log(level, "ending with exit code %d: %s", ending.code, ending.reason)
 
 
 def _describe_place(given: Assignment) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import socket
 
-OFFERED = 2
+OFFERED = 6
+"""More than the coordinator leaves out because recent cycles had them: also where assignments never arrived."""
+MAX_REFUSED = 100
+"""After so many ports of earlier cycles in a row one is offered again: all others must be taken."""
 
 
 class StorePorts:
@@ -18,23 +21,34 @@ class StorePorts:
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
         self._used: dict[int, socket.socket] = {}
+        self._past: set[int] = set()
 
     def offer(self) -> tuple[int, ...]:
-        """Ports that no cycle has used, at least one."""
+        """Ports that no cycle has used on this node."""
+        again: list[socket.socket] = []
         while len(self._held) < OFFERED:
             one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("", 0))
-            self._held[one.getsockname()[1]] = one
+            port = one.getsockname()[1]
+            if port in self._past and len(again) < MAX_REFUSED:
+                again.append(one)  # held until others are found: else the kernel may give it once more
+            else:
+                self._held[port] = one
+        for one in again:
+            one.close()
         return tuple(self._held)
 
     def use(self, port: int) -> None:
-        """A cycle starts on `port`: it is held on until the next cycle starts, and not offered again."""
+        """A cycle was given `port`: it is held until the next cycle gets its own, and not offered again."""
+        if port in self._used:
+            return
         for one in self._used.values():
             one.close()
         self._used.clear()
         if port in self._held:
             self._used[port] = self._held.pop(port)
+            self._past.add(port)
 
     def close(self) -> None:
         for one in (*self._held.values(), *self._used.values()):

@@ -184,7 +184,7 @@ class Engine:
     def desired(self, session: Session) -> Desired:
         """What a session's node is to do. Raises Refused once it is no longer a member."""
         hosted = self.runs[session.run_id]
-        require_member(hosted.run, session.node_id, session.incarnation)
+        require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         return desired(hosted.run, session.node_id, session.incarnation, hosted.waiting)
 
     async def read_facts(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
@@ -223,7 +223,7 @@ class Engine:
     ) -> None:
         """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
         hosted = self.runs[session.run_id]
-        require_member(hosted.run, session.node_id, session.incarnation)
+        require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         if not _is_present(hosted, session):
             return
         if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):

@@ -33,6 +33,7 @@ from .world import Wait, next_world
 
 STOPPING_MARGIN_S = 2.0
 """How long beyond its stop grace a leaving node is waited for (rule D2)."""
+MAX_STOP_GRACE_S = 3600.0
 _MAX_STEPS = 1000
 
 
@@ -60,8 +61,8 @@ def _answer(run: Run, presence: Presence, command: Command, now: float) -> list[
     return []
 
 
-def require_member(run: Run, node_id: NodeId, incarnation: Incarnation) -> Member:
-    """The live member with this incarnation. Raises Refused UNKNOWN_NODE or STALE_INCARNATION."""
+def require_member(run: Run, node_id: NodeId, incarnation: Incarnation, *, may_have_left: bool = False) -> Member:
+    """The live member with this incarnation, or one that left and ends its workers. Raises Refused."""
     member = run.members.get(node_id)
     if member is None:
         raise Refused(
@@ -69,9 +70,10 @@ def require_member(run: Run, node_id: NodeId, incarnation: Incarnation) -> Membe
             f"node {node_id} is not a member of run {run.run_id}; join first",
             {"node_id": node_id, "run_id": run.run_id},
         )
-    if member.is_live and member.info.incarnation == incarnation:
+    is_the_one = member.info.incarnation == incarnation
+    if is_the_one and (member.is_live or (may_have_left and member.membership is Membership.LEFT)):
         return member
-    if member.info.incarnation == incarnation:
+    if is_the_one:
         happened = f"was declared {member.membership.value.lower()} ({member.gone_reason})"
     else:
         happened = f"was replaced by incarnation {member.info.incarnation}"
@@ -92,7 +94,8 @@ def _leave(run: Run, command: Leave, now: float) -> list[Fact]:
     cycle = run.cycle
     seat = cycle.seat_of.get(command.node_id) if cycle is not None else None
     works = seat is not None and seat.node.incarnation == command.incarnation
-    until = now + command.stop_grace_s + STOPPING_MARGIN_S
+    grace_s = command.stop_grace_s if 0 <= command.stop_grace_s <= MAX_STOP_GRACE_S else MAX_STOP_GRACE_S
+    until = now + grace_s + STOPPING_MARGIN_S
     return [
         NodeLeft(
             now,
@@ -105,7 +108,7 @@ def _leave(run: Run, command: Leave, now: float) -> list[Fact]:
 
 
 def _report(run: Run, command: Report, now: float) -> list[Fact]:
-    require_member(run, command.node_id, command.incarnation)
+    require_member(run, command.node_id, command.incarnation, may_have_left=True)
     facts: list[Fact] = []
     for told in command.cycles:
         new = _news(run, command, told)

@@ -176,7 +176,9 @@ def _check_asked_for(run: Run, command: Command, fact: Fact) -> None:
     elif isinstance(fact, RunReopened):
         require(isinstance(command, Join), "A3", f"{fact} follows from {command}")
     elif isinstance(fact, WorkersExited):
-        member = run.live(fact.node_id)
+        member = run.members.get(fact.node_id)
+        if member is not None and member.membership is Membership.LOST:
+            member = None
         told = isinstance(command, Report) and command.node_id == fact.node_id and member is not None
         require(told, "B2", f"{fact} follows from {command}")
         assert isinstance(command, Report)

@@ -16,6 +16,9 @@ from .narrate import describe_failure
 from .run import Cycle, Member, Run, SeatState
 from .topology import OrderKey, order_key, settle_source
 
+EXIT_EXCLUDED = 5
+"""Exit code of an agent whose node is out of the run while the run goes on."""
+
 
 class Action(enum.Enum):
     """What a node is to do."""
@@ -57,12 +60,15 @@ class Desired:
 
 
 def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -> Desired:
-    """What the live member `node_id` is to do now; `waiting` is the reason shown while it waits."""
+    """What the member `node_id` is to do now; `waiting` is the reason shown while it waits."""
     cycle = run.cycle
     number = cycle.number if cycle is not None else None
     failed = _failed_cycle(run, node_id)
     if not run.is_open:
         return Desired(Action.EXIT, number, None, run.close_reason, run.exit_code, failed)
+    if run.live(node_id) is None:
+        # It said so itself and is ending its workers; one that did not (somebody else said it) has to go as well.
+        return Desired(Action.EXIT, number, None, "this node has left the run", EXIT_EXCLUDED, failed)
     if cycle is None or cycle.number < run.life_began_with:
         return Desired(Action.WAIT, None, None, waiting, None, failed)
     seat = cycle.seat_of.get(node_id)

@@ -28,6 +28,8 @@ from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
+RECENT_CYCLES = 4
+"""A store's port serves no second cycle within these; a node offers more ports than these can use up."""
 MAX_NAMED = 16
 """How many nodes a sentence names before it says how many more there are."""
 
@@ -134,7 +136,7 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
     there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
     names = [_name_with_order(run, one) for one in there]
     joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{_names(names)}"
-    gone = _names([f"{one.info.node_id} {one.gone_reason}" for one in _recently_gone(run)])
+    gone = _names([f"{one.info.node_id} ({one.gone_reason})" for one in _recently_gone(run)])
     reason = f"{joined}; gone: {gone}" if gone else joined
     if len(there) >= run.shape.min_nodes:
         reason = f"{shortage.reason} ({reason})"
@@ -181,7 +183,8 @@ def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait |
     if presence.store is StoreMode.OFF:
         return None
     first = found.chosen[0]
-    used = {(one.master.address, one.master.port) for one in run.cycles if one.master is not None}
+    recent = run.cycles[-RECENT_CYCLES:]
+    used = {(one.master.address, one.master.port) for one in recent if one.master is not None}
     address = run.members[first].info.address
     for port in presence.nodes[first].store_ports:
         if (address, port) not in used:

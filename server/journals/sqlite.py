@@ -75,6 +75,10 @@ class SqliteJournal:
             self._writer.execute("BEGIN IMMEDIATE")
             self._writer.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             self._writer.execute("COMMIT")
+        if not meta["format"].isdigit():
+            raise JournalError(
+                f"the journal {self._path} has the format {meta['format'][:32]!a}, which is none of ours"
+            )
         if int(meta["format"]) > FORMAT:
             raise JournalError(
                 f"the journal {self._path} has format {meta['format']}, this version reads up to {FORMAT}; "

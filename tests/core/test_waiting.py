@@ -201,7 +201,7 @@ def test_the_join_timeout_begins_anew_when_there_were_enough() -> None:
     assert world.run.is_open
     world.advance(0.2)
     assert world.run.state is RunState.FAILED
-    assert world.run.close_reason.startswith("1 of 2 joined: n1; gone: n0 its stream broke")
+    assert world.run.close_reason.startswith("1 of 2 joined: n1; gone: n0 (its stream broke")
 
 
 @pytest.mark.rule("D8", "D9")
