@@ -74,7 +74,10 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
     seat = cycle.seat_of.get(node_id)
     mine = seat is not None and seat.node.incarnation == incarnation
     if not cycle.is_live:
-        return Desired(Action.STOP if mine else Action.WAIT, number, None, waiting, None, failed)
+        if not mine:
+            return Desired(Action.WAIT, number, None, waiting, None, failed)
+        why = "; ".join(one for one in (_how_it_ended(cycle), waiting) if one)
+        return Desired(Action.STOP, number, None, why, None, failed)
     if seat is None or not mine:
         return Desired(Action.WAIT, number, None, f"standby of cycle {number}", None, failed)
     return Desired(Action.RUN, number, _assignment(run, cycle, seat), _why_anew(run), None, failed)
@@ -82,10 +85,11 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
 
 def _why_anew(run: Run) -> str:
     """Why the current cycle began; empty for the first."""
-    before = run.cycles[-2] if len(run.cycles) > 1 else None
-    if before is None or before.failure is None:
-        return ""
-    return f"cycle {before.number} ended: {describe_failure(before.failure)}"
+    return _how_it_ended(run.cycles[-2]) if len(run.cycles) > 1 else ""
+
+
+def _how_it_ended(cycle: Cycle) -> str:
+    return f"cycle {cycle.number} ended: {describe_failure(cycle.failure)}" if cycle.failure is not None else ""
 
 
 def _failed_cycle(run: Run, node_id: NodeId) -> CycleNumber | None:

@@ -42,7 +42,7 @@ def test_the_failed_cycles_map_stays_readable(cluster: Cluster) -> None:
     assert cluster.rank_map(-1).cycle == 1
     assert cluster.rank_map(1).failure.cause == common_pb2.CAUSE_NODE_LEFT
 
-    agents["oak"].said("rank map of ended cycle 0 in")
+    agents["oak"].said("rank map of failed cycle 0 in")
     written = json.loads(cluster.log_of("oak", 0, "failed-rank-map.json").read_text())
     assert (written["failure"]["node_id"], written["failure"]["exit_code"]) == ("fir", 9)
     worker = cluster.worker("oak", 1)
