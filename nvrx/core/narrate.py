@@ -25,6 +25,8 @@ from .facts import (
 from .ids import CycleNumber, NodeId
 
 MAX_NAMED = 16
+MAX_TEXT = 160
+"""Characters of a worker's own words that fit in a line; the rank map has more of them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def describe_failure(failure: Failure) -> str:
         return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"
     how = failure.signal or f"exit {failure.exit_code}"
     last_line = failure.message.strip().splitlines()[-1:] or [""]
-    text = f": {last_line[0]}" if last_line[0] else ""
+    text = f": {last_line[0][:MAX_TEXT]}" if last_line[0] else ""
     return f"rank {failure.rank} (local rank {failure.local_rank}){where} failed with {how}{text}"
 
 
