@@ -20,6 +20,7 @@ from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
 from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank, global_rank
+from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Refused
 from nvrx.logs import add_file
@@ -53,6 +54,9 @@ LAST_WORDS_WITHIN_S = 2.0
 """How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
 
 SAY_WAITING_AFTER_S = 1.0
+
+TOLD_AT_ONCE = {AgentPhase.RUNNING, AgentPhase.FAILED, AgentPhase.SUCCEEDED}
+"""Phases that the coordinator waits for; others come with the next heartbeat."""
 
 ANSWER_WITHIN_S = 1.0
 """How long an agent told to end waits for the answer to a Join that is under way."""
@@ -238,6 +242,11 @@ class NodeAgent:
         if wanted.assignment is not None and wanted.assignment.master is not None:
             self._ports.use(wanted.assignment.master.port)
         self._observe(machine.DesiredChanged(wanted))
+        if wanted.action is not Action.RUN or self._agent.phase is AgentPhase.RUNNING:
+            self._fetch_maps(wanted)  # else once the workers have started: nobody waits for a map
+
+    def _fetch_maps(self, wanted: Desired) -> None:
+        """Have maps that do not come by themselves."""
         assert self._life is not None
         missing = self._life.maps.missing(wanted)
         if missing:
@@ -262,6 +271,8 @@ class NodeAgent:
         match event:
             case Spawned():
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
+                if self._agent.desired is not None:
+                    self._fetch_maps(self._agent.desired)
             case Exited():
                 self._observe(machine.WorkerEnded(CycleNumber(event.cycle), self._worker_exit(event)))
             case Gone(cycle=None):
@@ -311,7 +322,7 @@ class NodeAgent:
         self._agent = taken.agent
         for deed in taken.deeds:
             self._do(deed)
-        if self._agent.phase is not before and self._life is not None:
+        if self._agent.phase is not before and self._agent.phase in TOLD_AT_ONCE and self._life is not None:
             self._life.conversation.changed()
 
     # ---- deeds --------------------------------------------------------------------------------------------

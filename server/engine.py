@@ -38,6 +38,14 @@ _STALL_S = 0.25
 """A pulse later than this means that the coordinator itself was stalled."""
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a node was told last: its desired state, and how many of its words had been heard."""
+
+    desired: Desired
+    heard: int
+
+
 class Session:
     """An open heartbeat stream of one incarnation; `news` is set when there may be something to tell it."""
 
@@ -48,8 +56,10 @@ class Session:
         self.news = asyncio.Event()
         self.news.set()
         self.acknowledged = 0
+        self.heard = 0
         self.is_superseded = False
         self.map_sent_of: CycleNumber | None = None
+        self.said: Said | None = None
 
 
 class Watch:

@@ -42,6 +42,7 @@ class Workers:
     stopping: bool = False
     tree_gone: bool = False
     exits: Mapping[LocalRank, WorkerExit] = field(default_factory=dict)
+    unreported: tuple[WorkerExit, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -282,22 +283,33 @@ def _workers_changed(
         workers = dataclasses.replace(workers, started=True)
     elif isinstance(observed, WorkerEnded):
         ended = observed.exit
-        workers = dataclasses.replace(workers, exits={**workers.exits, ended.local_rank: ended})
-        deeds.append(Report(observed.cycle, (ended,)))
+        workers = dataclasses.replace(
+            workers,
+            exits={**workers.exits, ended.local_rank: ended},
+            unreported=(*workers.unreported, ended),
+        )
+        if not ended.stopped_by_agent:
+            workers = _report(workers, deeds)
     else:
         if isinstance(observed, SpawnFailed) and not workers.stopping:
-            workers = _not_started(workers, observed, deeds)
-        workers = dataclasses.replace(workers, tree_gone=True)
+            workers = _not_started(workers, observed)
+        # How those ended that we stopped is no news: it is told for all of them together.
+        workers = dataclasses.replace(_report(workers, deeds), tree_gone=True)
         if agent.ending is Ending.SIGNALLED:
             deeds.append(Leave(agent.reason, workers_stopped=True))
     return dataclasses.replace(agent, workers=workers)
 
 
-def _not_started(workers: Workers, observed: SpawnFailed, deeds: list[Deed]) -> Workers:
+def _not_started(workers: Workers, observed: SpawnFailed) -> Workers:
     ranks = range(workers.assignment.workers_per_node)
     exits = tuple(WorkerExit(LocalRank(one), EXIT_NOT_STARTED, message=observed.message) for one in ranks)
-    deeds.append(Report(observed.cycle, exits))
-    return dataclasses.replace(workers, exits={one.local_rank: one for one in exits})
+    return dataclasses.replace(workers, exits={one.local_rank: one for one in exits}, unreported=exits)
+
+
+def _report(workers: Workers, deeds: list[Deed]) -> Workers:
+    if workers.unreported:
+        deeds.append(Report(workers.assignment.cycle, workers.unreported))
+    return dataclasses.replace(workers, unreported=())
 
 
 def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:

@@ -16,7 +16,7 @@ from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
 from nvrx.wire import membership, views
 from nvrx.wire.units import duration
 
-from ..engine import Engine, Session
+from ..engine import Engine, Said, Session
 from .answering import Context, refuse
 
 TERM = 1
@@ -101,6 +101,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         if ended:
             await self._engine.submit(session.run_id, Report(session.node_id, session.incarnation, ended))
         session.acknowledged = max(session.acknowledged, request.sequence)
+        session.heard += 1
         session.news.set()
 
     async def _write(self, context: Context, session: Session, reading: asyncio.Task[None]) -> None:
@@ -119,6 +120,11 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
                     {"node_id": session.node_id},
                 )
             desired = self._engine.desired(session)
+            said = Said(desired, session.heard)
+            if said == session.said:
+                # Facts about others, such as how each of thousands of workers ended, are no news to this node.
+                continue
+            session.said = said
             new_map = self._map(session, desired) if desired.assignment is not None else None
             await context.write(self._response(session, desired, new_map))
             # Its own row first: a node starts on that, and needs the whole map only after.

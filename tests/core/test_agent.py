@@ -93,9 +93,9 @@ def test_the_next_workers_start_when_nothing_of_the_old_ones_is_left() -> None:
     assert done(run(0), run(1), end(0, BY_US), run(1), gone(0)) == [
         [spawn(0)],
         [Stop("cycle 1 follows")],
-        [report(0, BY_US)],
         [],
-        [spawn(1)],
+        [],
+        [report(0, BY_US), spawn(1)],
     ]
 
 
@@ -105,8 +105,8 @@ def test_a_failed_worker_takes_its_sisters_with_it() -> None:
     assert done(run(0), end(0, BAD), end(0, sister), gone(0), run(0), run(1)) == [
         [spawn(0)],
         [report(0, BAD), Stop("a worker of this node failed")],
-        [report(0, sister)],
         [],
+        [report(0, sister)],
         [],
         [spawn(1)],
     ]
@@ -175,8 +175,8 @@ def test_a_signal_leaves_stops_and_exits_with_its_number() -> None:
     assert done(run(0), TERM, end(0, BY_US), gone(0)) == [
         [spawn(0)],
         [leaving, Stop("received SIGTERM")],
-        [report(0, BY_US)],
-        [left, Exit(143, "received SIGTERM")],
+        [],
+        [report(0, BY_US), left, Exit(143, "received SIGTERM")],
     ]
     assert done(TERM) == [[Leave("its agent received SIGTERM", True), Exit(143, "received SIGTERM")]]
 
