@@ -52,11 +52,11 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     @property
     def health(self) -> global___Health:
-        """Health of the node; absent when unchanged."""
+        """Health of the node; absent when unchanged. Not acted upon yet."""
 
     @property
     def progress(self) -> global___Progress:
-        """Progress of the node's workers; absent when unchanged."""
+        """Progress of the node's workers; absent when unchanged. Not acted upon yet."""
 
     @property
     def store_ports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

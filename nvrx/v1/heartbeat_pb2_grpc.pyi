@@ -30,14 +30,14 @@ class HeartbeatServiceStub:
         nvrx.v1.heartbeat_pb2.HeartbeatResponse,
     ]
     """Streams health and worker reports up and the desired state down. The first request says who speaks; the coordinator
-    answers it at once and then whenever the desired state changes, and at least once per interval.
+    answers every request, and speaks by itself whenever the desired state changes. A report that names a cycle in
+    which the node has no part changes nothing; when the run has ended the desired state says so.
 
     Errors:
       NOT_FOUND (UNKNOWN_RUN, UNKNOWN_NODE): there is no such run, or the node has not joined it.
       FAILED_PRECONDITION (STALE_INCARNATION): this incarnation was declared lost or replaced: stop the workers, then
         join with a new one.
-      FAILED_PRECONDITION (STALE_CYCLE): a report names a cycle that the node has no part in.
-      FAILED_PRECONDITION (RUN_CLOSED): the run has ended.
+      INVALID_ARGUMENT (INVALID_FIELD): the stream carries words of another node.
       UNAUTHENTICATED (BAD_TOKEN): the token is missing or wrong.
       UNAVAILABLE (NOT_LEADER): another coordinator leads; metadata holds its address.
       UNAVAILABLE (SHUTTING_DOWN): the coordinator goes down: keep the workers running and come back.
@@ -51,14 +51,14 @@ class HeartbeatServiceAsyncStub:
         nvrx.v1.heartbeat_pb2.HeartbeatResponse,
     ]
     """Streams health and worker reports up and the desired state down. The first request says who speaks; the coordinator
-    answers it at once and then whenever the desired state changes, and at least once per interval.
+    answers every request, and speaks by itself whenever the desired state changes. A report that names a cycle in
+    which the node has no part changes nothing; when the run has ended the desired state says so.
 
     Errors:
       NOT_FOUND (UNKNOWN_RUN, UNKNOWN_NODE): there is no such run, or the node has not joined it.
       FAILED_PRECONDITION (STALE_INCARNATION): this incarnation was declared lost or replaced: stop the workers, then
         join with a new one.
-      FAILED_PRECONDITION (STALE_CYCLE): a report names a cycle that the node has no part in.
-      FAILED_PRECONDITION (RUN_CLOSED): the run has ended.
+      INVALID_ARGUMENT (INVALID_FIELD): the stream carries words of another node.
       UNAUTHENTICATED (BAD_TOKEN): the token is missing or wrong.
       UNAVAILABLE (NOT_LEADER): another coordinator leads; metadata holds its address.
       UNAVAILABLE (SHUTTING_DOWN): the coordinator goes down: keep the workers running and come back.
@@ -74,14 +74,14 @@ class HeartbeatServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[nvrx.v1.heartbeat_pb2.HeartbeatResponse], collections.abc.AsyncIterator[nvrx.v1.heartbeat_pb2.HeartbeatResponse]]:
         """Streams health and worker reports up and the desired state down. The first request says who speaks; the coordinator
-        answers it at once and then whenever the desired state changes, and at least once per interval.
+        answers every request, and speaks by itself whenever the desired state changes. A report that names a cycle in
+        which the node has no part changes nothing; when the run has ended the desired state says so.
 
         Errors:
           NOT_FOUND (UNKNOWN_RUN, UNKNOWN_NODE): there is no such run, or the node has not joined it.
           FAILED_PRECONDITION (STALE_INCARNATION): this incarnation was declared lost or replaced: stop the workers, then
             join with a new one.
-          FAILED_PRECONDITION (STALE_CYCLE): a report names a cycle that the node has no part in.
-          FAILED_PRECONDITION (RUN_CLOSED): the run has ended.
+          INVALID_ARGUMENT (INVALID_FIELD): the stream carries words of another node.
           UNAUTHENTICATED (BAD_TOKEN): the token is missing or wrong.
           UNAVAILABLE (NOT_LEADER): another coordinator leads; metadata holds its address.
           UNAVAILABLE (SHUTTING_DOWN): the coordinator goes down: keep the workers running and come back.

@@ -467,7 +467,9 @@ class Fact(google.protobuf.message.Message):
 
     @property
     def detail(self) -> google.protobuf.struct_pb2.Struct:
-        """All that the fact holds; fields depend on the kind."""
+        """All that the fact holds; fields depend on the kind. Where that is more than a default client takes, as for worlds of
+        thousands of nodes, a note that it is left out: rank maps come in pages.
+        """
 
     def __init__(
         self,
