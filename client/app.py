@@ -97,6 +97,7 @@ class NodeAgent:
         """Join, work, and return the exit code. Raises Failed with one line where it cannot go on."""
         self._catch_signals()
         listening = asyncio.create_task(self._hear_supervisor(), name="supervisor events")
+        listening.add_done_callback(self._task_done)
         try:
             while True:
                 ending = await self._live()
@@ -132,6 +133,7 @@ class NodeAgent:
         self._ending = asyncio.get_running_loop().create_future()
         log.info("joined run %s as %s through %s", joined.run_id, command.node.node_id, self._coordinator.endpoint)
         talking = asyncio.create_task(self._talk(conversation), name="conversation")
+        talking.add_done_callback(self._task_done)
         if self._signal is not None:
             self._observe(self._signal)
         try:
@@ -351,13 +353,13 @@ class NodeAgent:
     def _chore(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._chores.add(task)
-        task.add_done_callback(self._chore_done)
+        task.add_done_callback(self._chores.discard)
+        task.add_done_callback(self._task_done)
 
-    def _chore_done(self, task: asyncio.Task[None]) -> None:
-        self._chores.discard(task)
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # A bug of ours: end loudly rather than sit as a member that does no work.
+            # A bug of ours: end loudly rather than sit as a member that hears or does nothing.
             log.error("internal error", exc_info=error)
             self._finish(machine.Exit(EXIT_FAILED, f"internal error: {error!r}"))
 

@@ -95,6 +95,7 @@ class Conversation:
         self._seen = (0, 0)
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
+        self._is_new_stream = True
         self._reports_kept = asyncio.Event()
         self._reports_kept.set()
 
@@ -142,6 +143,7 @@ class Conversation:
         """One stream, from its opening to its end; why it ended."""
         for one in self._reports:
             one.sequence = None
+        self._is_new_stream = True
         self._changed.set()
         call = self._coordinator.heartbeats.Heartbeat(self._say(), metadata=self._coordinator.metadata)
         try:
@@ -216,6 +218,12 @@ class Conversation:
             self._on_rank_map(response.rank_map)
             return
         at = (response.term, response.revision)
+        if at < self._seen and self._is_new_stream:
+            # On one stream that is a late word; a new one begins with what the coordinator has on disk.
+            raise ExpelledByCoordinator(
+                f"the coordinator is at revision {response.revision} and had told {self._seen[1]}: it lost what it knew"
+            )
+        self._is_new_stream = False
         if at < self._seen:
             return
         self._seen = at

@@ -185,7 +185,7 @@ async def admission(
     """
     patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
     began = time.monotonic()
-    taken_since: float | None = None
+    given_up_at: float | None = None
     said = ""
     said_at = 0.0
     delay = RETRY_FIRST_S
@@ -212,11 +212,14 @@ async def admission(
                 began, delay = time.monotonic(), FULL_RETRY_S
                 text += "; waiting for a place as long as the run lives"
             elif refused.reason in {Reason.NODE_ALREADY_JOINED, Reason.DUPLICATE_INFRA_RANK}:
-                taken_since = taken_since if taken_since is not None else time.monotonic()
-                two_leases_s = 2 * float(refused.details.get("lease_ttl_s", DEFAULT_LEASE_TTL_S))
-                if time.monotonic() - taken_since >= two_leases_s:
+                lease_s = float(refused.details.get("lease_ttl_s", DEFAULT_LEASE_TTL_S))
+                if given_up_at is None:
+                    # After a restart of the coordinator the old one's seat is kept for longer than two leases.
+                    patient_s = max(2 * lease_s, float(refused.details.get("free_in_s", "0")) + lease_s)
+                    given_up_at = time.monotonic() + patient_s
+                if time.monotonic() >= given_up_at:
                     raise GivenUp(refused.message, EXIT_REFUSED) from refused
-                text += f"; trying again for {two_leases_s:g} s"
+                text += "; trying again until the other's lease must be over"
             elif refused.reason is not Reason.SHUTTING_DOWN:
                 raise _final(refused) from refused
         if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):

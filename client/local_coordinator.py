@@ -18,6 +18,11 @@ from .config import JoinOptions
 
 READY = "nvrx-coord listening on "
 ENDS_WITHIN_S = 5.0
+# It ends with its agent, however that ends.
+_START = (
+    "import signal, sys; from nvrx.client.processes import set_parent_death_signal; "
+    "set_parent_death_signal(signal.SIGTERM); from nvrx.server.cli import main; sys.exit(main())"
+)
 
 
 @contextlib.contextmanager
@@ -28,7 +33,7 @@ def with_local_coordinator(options: JoinOptions) -> Iterator[JoinOptions]:
         return
     host = options.coordinators[0].host
     listen = f"[{host}]:0" if ":" in host else f"{host}:0"
-    command = [sys.executable, "-m", "nvrx.server.cli", "serve", "--listen", listen, "--state", "memory", "--once"]
+    command = [sys.executable, "-c", _START, "serve", "--listen", listen, "--state", "memory", "--once"]
     process = subprocess.Popen(
         [*command, "--log-level", "warning"],
         stdin=subprocess.DEVNULL,

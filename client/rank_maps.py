@@ -22,10 +22,14 @@ log = logging.getLogger("nvrx.node")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A map to have: of a cycle as it was chosen, or as it had failed."""
+    """A map to have: of a cycle as it was chosen, or as it had failed by the time of a later one.
+
+    Why a cycle failed may be put right while the next is formed or starts, as when a lost node made others fail.
+    """
 
     cycle: CycleNumber
     failed: bool
+    by: CycleNumber | None = None
 
 
 class KeptMaps:
@@ -49,8 +53,12 @@ class KeptMaps:
         maps = []
         if desired.assignment is not None and desired.assignment.fetch_rank_map:
             maps.append(Wanted(desired.assignment.cycle, failed=False))
-        if desired.failed_cycle is not None:
-            maps.append(Wanted(desired.failed_cycle, failed=True))
+        failed = desired.failed_cycle
+        if failed is not None:
+            maps.append(Wanted(failed, failed=True, by=desired.cycle))
+            before = CycleNumber(failed - 1)
+            if any(one.failed and one.cycle == before for one in self._kept):
+                maps.append(Wanted(before, failed=True, by=desired.cycle))
         missing = [one for one in maps if one not in self._kept]
         self._kept.update(missing)
         return missing

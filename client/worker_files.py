@@ -55,8 +55,9 @@ class WorkerFiles:
 
     def last_words(self, cycle: CycleNumber, rank: GlobalRank) -> LastWords:
         """Read what a failed worker left; unreadable files count as silence."""
-        tail = _tail(self.output(cycle, rank, "err"))
-        written = _torch_error(self.output(cycle, rank, "error.json"))
+        directory = self.directory / f"cycle-{cycle}"
+        tail = _tail(directory / f"rank-{rank}.err")
+        written = _torch_error(directory / f"rank-{rank}.error.json")
         lines = [line for line in tail.splitlines() if line.strip()]
         return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
 

@@ -24,7 +24,7 @@ from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Run, evolve
-from nvrx.core.world import Wait, next_world
+from nvrx.core.world import Wait, describe_recovery, next_world
 
 from .journals import Journal, Row
 
@@ -402,7 +402,9 @@ class Engine:
         """Keep the one sentence that says why nothing runs; log it when it changes."""
         run = hosted.run
         waiting = ""
-        if run.is_open and (run.cycle is None or not run.cycle.is_live):
+        if hosted.presence.is_recovering(self.now(hosted)):
+            waiting = describe_recovery(hosted.presence)
+        elif run.is_open and (run.cycle is None or not run.cycle.is_live):
             found = next_world(run, hosted.presence, self.now(hosted))
             waiting = found.reason if isinstance(found, Wait) else ""
         if waiting and waiting != hosted.waiting:

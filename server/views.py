@@ -136,8 +136,9 @@ def status(viewer: Viewer, output: str) -> None:
         f"nodes     {run.active_nodes} active, {run.standby_nodes} standby; {shape.min_nodes}:{shape.max_nodes} wanted"
     )
     print(f"workers   {shape.workers_per_node} per node, world size {shape.min_nodes * shape.workers_per_node}")
-    print(f"restarts  {run.restarts_used} of {run.settings.max_restarts} used")
-    print(f"losses    {run.replacements_used}{_of_at_most(run.settings)} cycles ended by a lost or leaving node")
+    allowed = run.settings.max_restarts
+    print(f"restarts  {min(run.restarts_used, allowed)} of {allowed} used")
+    print(f"losses    {run.replacements_used}{_of_at_most(run.settings)} (cycles ended by a lost or leaving node)")
     if run.waiting_reason:
         print(f"waiting   {run.waiting_reason}")
     if run.reason:

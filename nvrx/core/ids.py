@@ -54,6 +54,8 @@ def name_problem(what: str, text: str) -> str | None:
         return f"{what} has {len(text)} characters, at most {MAX_ID_LENGTH} are allowed: {text[:32]!a}..."
     if not all("!" <= character <= "~" or character == " " for character in text):
         return f"{what} {text!a} has characters that are not printable ASCII"
+    if text != text.strip():
+        return f"{what} {text!a} begins or ends with a blank"
     if "/" in text:
         return f"{what} {text!a} has a '/'"
     if text in {".", ".."}:

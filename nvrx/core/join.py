@@ -115,6 +115,7 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
     old = member.info
     known = presence.nodes.get(old.node_id)
     is_over = known is None or now >= known.lease_until
+    free_in_s = max(0.0, known.lease_until - now) if known is not None else 0.0
     was_requeued = newcomer.restart_count > old.restart_count and not (known and known.connected)
     if is_over or was_requeued:
         why = f"replaced by incarnation {newcomer.incarnation}"
@@ -130,6 +131,7 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
             "address": newcomer.address,
             "pid": str(newcomer.pid),
             "lease_ttl_s": str(presence.timing.lease_ttl_s),
+            "free_in_s": f"{free_in_s:.1f}",
         },
     )
 

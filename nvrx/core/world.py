@@ -78,11 +78,15 @@ def _names(names: list[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
 
 
+def describe_recovery(presence: Presence) -> str:
+    """Who may still come back after a restart of the coordinator, unjudged (rule E5)."""
+    return f"the coordinator restarted; {_names(sorted(map(str, presence.returning)))} may still come back"
+
+
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     """E5, C7, D2: nodes that may be back in a moment, or that may still be writing a checkpoint."""
     if presence.is_recovering(now):
-        away = sorted(str(one) for one in presence.returning)
-        return Wait(f"the coordinator restarted; {_names(away)} may still come back", presence.recovering_until)
+        return Wait(describe_recovery(presence), presence.recovering_until)
     broken = {
         str(member.info.node_id): node.lease_until
         for seat in (run.cycle.seats if run.cycle is not None else ())

@@ -152,7 +152,8 @@ def cycle_summary(run: Run, cycle: Cycle) -> rank_map_pb2.Cycle:
     if cycle.ended_at is not None:
         message.end_time.CopyFrom(timestamp(cycle.ended_time))
     before = run.find_cycle(CycleNumber(cycle.number - 1))
-    if before is not None and before.ended_at is not None and cycle.running_at is not None:
+    is_first = cycle.number == run.life_began_with
+    if not is_first and before is not None and before.ended_at is not None and cycle.running_at is not None:
         message.recovery_time.CopyFrom(duration(cycle.running_at - before.ended_at))
     failure = cycle.failure
     if failure is not None:

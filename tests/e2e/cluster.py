@@ -45,6 +45,7 @@ class Cluster:
         # Not pytest's folder: the path of a UNIX socket has 107 characters at most.
         self.directory = Path(tempfile.mkdtemp(prefix="nvrx-e2e-"))
         self.logs = self.directory / "logs"
+        self.state_dir = self.directory / "state"
         self.board = Board()
         self.hall = Hall(self.board, self.directory / "hall")
         self.programs: list[Program] = []
@@ -76,7 +77,7 @@ class Cluster:
 
     def serve(self, *options: str, listen: str = "127.0.0.1:0", timing: Sequence[str] = TIMING) -> Program:
         """Start the coordinator, wait until it listens, watch its run."""
-        state = ["--state-dir", str(self.directory / "state")]
+        state = ["--state-dir", str(self.state_dir)]
         program = self.start("coordinator", [*COORDINATOR, "serve", "--listen", listen, *state, *timing, *options])
         self.address = program.said(r"^nvrx-coord listening on (\S+)$")[1]
         if self._stream is None:

@@ -74,7 +74,7 @@ async def test_status(story: Story, command: Command) -> None:
         "nodes     2 active, 0 standby; 2:3 wanted",
         "workers   2 per node, world size 4",
         "restarts  1 of 3 used",
-        "losses    1 cycles ended by a lost or leaving node",
+        "losses    1 (cycles ended by a lost or leaving node)",
     ]
     told = await as_json(command, story.served, "status")
     assert (told["run_id"], told["cycle"], told["standby_nodes"], told["waiting_reason"]) == (RUN, 2, 0, "")
