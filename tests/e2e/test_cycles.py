@@ -193,8 +193,9 @@ def test_workers_that_die_at_once(cluster: Cluster) -> None:
     assert len(cluster.find("WorldChosen")) == 4
     for cycle in range(4):
         assert cluster.world(cycle) == ["a", "b", "c", "d"]
-        texts = [cluster.log_of(node, cycle, f"rank-{rank}.err").read_text() for rank, node in enumerate("abcd")]
-        assert [text for text in texts if "SyntaxError" in text]
+        logs = [cluster.log_of(node, cycle, f"rank-{rank}.err") for rank, node in enumerate("abcd")]
+        # A cycle may be over before a slower node has started its worker.
+        assert [one for one in logs if one.exists() and "SyntaxError" in one.read_text()]
     assert "SyntaxError" in cluster.rank_map(3).failure.message
     assert "SyntaxError" in cluster.run().reason
 
