@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What the user gave, before anything of ours is added: workers get this one.
 ENVIRONMENT = dict(os.environ)
@@ -25,7 +25,17 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 import click
 
 from nvrx import logs
-from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, program_version, run
+from nvrx.commandline import (
+    EXIT_USAGE,
+    HELP_SETTINGS,
+    EndpointType,
+    Failed,
+    Seconds,
+    leave,
+    option,
+    program_version,
+    run,
+)
 from nvrx.core.endpoint import HostPort
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
 from nvrx.token import TokenError, read_token
@@ -258,5 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(nvrx_node, PROGRAM, line.ours, obj=line)
 
 
+def program() -> NoReturn:
+    """The process `nvrx-node`."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

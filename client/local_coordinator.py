@@ -20,8 +20,8 @@ READY = "nvrx-coord listening on "
 ENDS_WITHIN_S = 5.0
 # It ends with its agent, however that ends.
 _START = (
-    "import signal, sys; from nvrx.client.processes import set_parent_death_signal; "
-    "set_parent_death_signal(signal.SIGTERM); from nvrx.server.cli import main; sys.exit(main())"
+    "import signal; from nvrx.client.processes import set_parent_death_signal; "
+    "set_parent_death_signal(signal.SIGTERM); from nvrx.server.cli import program; program()"
 )
 
 

@@ -5,11 +5,12 @@ Built on click; knows neither coordinator nor agent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -107,6 +108,16 @@ def _from_where(error: click.ClickException) -> str:
         return ""
     source = error.ctx.get_parameter_source(error.param.name or "")
     return f"{error.param.envvar}: " if source is click.core.ParameterSource.ENVIRONMENT else ""
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process at once, its output written.
+
+    What the interpreter and gRPC's threads do on their way out is of no use to us, and can print or hang.
+    """
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    os._exit(exit_code)
 
 
 def program_version() -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # gRPC's own lines on standard error are not for our users; what matters reaches them through our log.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -15,7 +15,17 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import click
 
 from nvrx import logs
-from nvrx.commandline import EXIT_USAGE, HELP_SETTINGS, EndpointType, Failed, Seconds, option, program_version, run
+from nvrx.commandline import (
+    EXIT_USAGE,
+    HELP_SETTINGS,
+    EndpointType,
+    Failed,
+    Seconds,
+    leave,
+    option,
+    program_version,
+    run,
+)
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import RunId, name_problem
 from nvrx.core.presence import (
@@ -155,5 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(nvrx_coord, PROGRAM, sys.argv[1:] if arguments is None else arguments)
 
 
+def program() -> NoReturn:
+    """The process `nvrx-coord`."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
