@@ -32,6 +32,7 @@ from nvrx.commandline import (
     Failed,
     Seconds,
     leave,
+    open_standard_streams,
     option,
     program_version,
     run,
@@ -270,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-node`."""
+    open_standard_streams()
     leave(main())
 
 

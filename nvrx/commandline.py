@@ -115,9 +115,19 @@ def leave(exit_code: int) -> NoReturn:
 
     What the interpreter and gRPC's threads do on their way out is of no use to us, and can print or hang.
     """
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
+    if sys.stdout is not None:  # as it is where the process was started with its output closed
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
     os._exit(exit_code)
+
+
+def open_standard_streams() -> None:
+    """Give descriptors 0 to 2 a place where they are closed: else a socket gets such a number, and our log with it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def program_version() -> str:

@@ -22,6 +22,7 @@ from nvrx.commandline import (
     Failed,
     Seconds,
     leave,
+    open_standard_streams,
     option,
     program_version,
     run,
@@ -167,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-coord`."""
+    open_standard_streams()
     leave(main())
 
 
