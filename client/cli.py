@@ -36,10 +36,10 @@ from nvrx.commandline import (
     option,
     program_version,
     run,
+    token_in,
 )
 from nvrx.core.endpoint import HostPort
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
-from nvrx.token import TokenError, read_token
 
 from .app import run_node
 from .check import check_node
@@ -238,10 +238,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         raise Failed(f"{stray[0]!r} stands before --; the command must follow it: {meant}", EXIT_USAGE)
     if not worker_command:
         raise Failed("no command to run; give it after --: nvrx-node join [OPTIONS] -- python train.py", EXIT_USAGE)
-    try:
-        token = read_token(given["token_file"]) if given["token_file"] is not None else None
-    except TokenError as error:
-        raise Failed(str(error), EXIT_USAGE) from error
+    token = token_in(given["token_file"])
     return JoinOptions(
         coordinators=given["coordinator"],
         command=worker_command,

@@ -87,7 +87,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         place = array_rank(env)
     except BadVariable as error:
         raise Failed(str(error), EXIT_USAGE) from error
-    return NodeConfig(
+    config = NodeConfig(
         options=options,
         run_id=run_id,
         node_id=NodeId(node_id),
@@ -103,9 +103,11 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         restart_count=_restart_count(env),
         argv=_argv(options.command, env),
         environment=dict(env),
-        working_directory=_writable_log_dir(options.log_dir),
+        working_directory=os.getcwd(),
         runtime_dir=Path(env.get("XDG_RUNTIME_DIR") or "/tmp") / f"nvrx-{os.getuid()}",
     )
+    _require_writable(options.log_dir)
+    return config
 
 
 def _refuse_local_coordinator_for_many(options: JoinOptions) -> None:
@@ -150,13 +152,12 @@ def _argv(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _writable_log_dir(log_dir: Path) -> str:
+def _require_writable(log_dir: Path) -> None:
     probe = log_dir / f".nvrx-write-{os.getpid()}"
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-        return os.getcwd()
     except OSError as error:
         raise Failed(
             f"cannot write in the log directory {log_dir}: {error.strerror}; give another with --log-dir", EXIT_USAGE

@@ -10,11 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from nvrx.core.endpoint import HostPort, parse_endpoint
+from nvrx.token import TokenError, read_token
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -43,6 +45,14 @@ def option(name: str, **settings: Any) -> Callable[[Decorated], Decorated]:
     bare = name.removeprefix("--").replace("-", "_")
     settings.setdefault("envvar", f"NVRX_{bare.upper()}")
     return click.option(name, bare, **settings)
+
+
+def token_in(path: Path | None) -> str | None:
+    """The token of `--token-file`; None where none was given. Raises Failed with one line."""
+    try:
+        return read_token(path) if path is not None else None
+    except TokenError as error:
+        raise Failed(str(error), EXIT_USAGE) from error
 
 
 class EndpointType(click.ParamType[HostPort]):

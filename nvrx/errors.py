@@ -44,11 +44,6 @@ _CODES = {
 }
 
 
-def code_of(reason: Reason) -> grpc.StatusCode:
-    """The status code that a reason travels under."""
-    return next(code for code in grpc.StatusCode if code.value[0] == _CODES[reason])
-
-
 def to_status(refused: Refused) -> status_pb2.Status:
     """The refusal as a `google.rpc.Status`; long texts and lists are cut to what fits in a header."""
     info = error_details_pb2.ErrorInfo(reason=refused.reason.value, domain=DOMAIN, metadata=_fitting(refused.details))

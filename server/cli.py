@@ -26,6 +26,7 @@ from nvrx.commandline import (
     option,
     program_version,
     run,
+    token_in,
 )
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import RunId, name_problem
@@ -36,7 +37,6 @@ from nvrx.core.presence import (
     StoreMode,
     Timing,
 )
-from nvrx.token import TokenError, read_token
 
 from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
@@ -133,10 +133,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     problem = name_problem("--run-id", given["run_id"]) if given["run_id"] else None
     if problem is not None:
         raise Failed(problem, EXIT_USAGE)
-    try:
-        token = read_token(given["token_file"]) if given["token_file"] is not None else None
-    except TokenError as error:
-        raise Failed(str(error), EXIT_USAGE) from error
+    token = token_in(given["token_file"])
     if not listen.is_loopback and token is None:
         if not given["insecure"]:
             raise Failed(

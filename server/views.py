@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nvrx.channel import CHANNEL_OPTIONS, Metadata, bearer, describe
-from nvrx.commandline import EXIT_USAGE, EndpointType, Failed, option
+from nvrx.commandline import EXIT_USAGE, EndpointType, Failed, option, token_in
 from nvrx.core.endpoint import HostPort
-from nvrx.token import TokenError, read_token
 from nvrx.v1 import common_pb2, rank_map_pb2, rank_map_pb2_grpc, run_pb2, run_pb2_grpc
 from nvrx.wire.text import to_json
 
@@ -77,10 +76,7 @@ def _view(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every view has."""
 
     def connected(coordinator: HostPort, run_id: str | None, token_file: Path | None, **rest: Any) -> Any:
-        try:
-            token = read_token(token_file) if token_file is not None else None
-        except TokenError as error:
-            raise Failed(str(error), EXIT_USAGE) from error
+        token = token_in(token_file)
         return command(Viewer(coordinator, run_id or "", bearer(token)), **rest)
 
     connected.__name__ = command.__name__

@@ -48,6 +48,12 @@ def subject_of(fact: Fact) -> Subject:
     return Subject(cycle, node_id)
 
 
+def list_names(names: list[str]) -> str:
+    """Names in a sentence: the first MAX_NAMED, and how many more there are."""
+    shown = ", ".join(names[:MAX_NAMED])
+    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
+
+
 def _exit(one: WorkerExit) -> str:
     how = one.signal or f"exit {one.exit_code}"
     by_us = " (stopped by agent)" if one.stopped_by_agent else ""
@@ -84,10 +90,9 @@ def tell(fact: Fact) -> str:
         case NodeLost():
             return f"node {fact.node_id} lost: {fact.reason}"
         case WorldChosen():
-            names = [str(seat.node.node_id) for seat in fact.seats]
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            names = list_names([str(seat.node.node_id) for seat in fact.seats])
             standbys = f"; {len(fact.standbys)} standby" if fact.standbys else ""
-            return f"cycle {fact.cycle}: world {', '.join(names[:MAX_NAMED])}{more}{standbys}"
+            return f"cycle {fact.cycle}: world {names}{standbys}"
         case CycleRunning():
             return f"cycle {fact.cycle} running"
         case WorkersExited():

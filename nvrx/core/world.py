@@ -20,7 +20,7 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
-from .narrate import describe_failure
+from .narrate import describe_failure, list_names
 from .placement import Candidate, Placement, Shortage, place
 from .presence import Presence, StoreMode
 from .run import Member, Run
@@ -30,8 +30,6 @@ MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
 RECENT_CYCLES = 4
 """A store's port serves no second cycle within these; a node offers more ports than these can use up."""
-MAX_NAMED = 16
-"""How many nodes a sentence names before it says how many more there are."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +71,9 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     return _chosen(run, found, source, master, now)
 
 
-def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMED])
-    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
-
-
 def describe_recovery(presence: Presence) -> str:
     """Who may still come back after a restart of the coordinator, unjudged (rule E5)."""
-    return f"the coordinator restarted; {_names(sorted(map(str, presence.returning)))} may still come back"
+    return f"the coordinator restarted; {list_names(sorted(map(str, presence.returning)))} may still come back"
 
 
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
@@ -97,11 +90,11 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
         and now < node.lease_until
     }
     if broken:
-        return Wait(f"{_names(sorted(broken))} may come back: the stream just broke", min(broken.values()))
+        return Wait(f"{list_names(sorted(broken))} may come back: the stream just broke", min(broken.values()))
     stopping = {name: until for name, until in run.stopping.items() if now < until}
     if stopping:
         return Wait(
-            f"the workers of {_names(sorted(stopping))}, which left, are still stopping", min(stopping.values())
+            f"the workers of {list_names(sorted(stopping))}, which left, are still stopping", min(stopping.values())
         )
     return None
 
@@ -139,8 +132,8 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
     """D9: wait for nodes, and in the end fail with the count and the names."""
     there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
     names = [_name_with_order(run, one) for one in there]
-    joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{_names(names)}"
-    gone = _names([f"{one.info.node_id} ({one.gone_reason})" for one in _recently_gone(run)])
+    joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{list_names(names)}"
+    gone = list_names([f"{one.info.node_id} ({one.gone_reason})" for one in _recently_gone(run)])
     reason = f"{joined}; gone: {gone}" if gone else joined
     if len(there) >= run.shape.min_nodes:
         reason = f"{shortage.reason} ({reason})"
