@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import random
 import signal
 import uuid
 from collections.abc import Coroutine
@@ -28,7 +29,7 @@ from nvrx.logs import add_file
 from .config import NodeConfig
 from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
-from .rank_maps import KeptMaps
+from .rank_maps import KeptMaps, Wanted
 from .store_ports import StorePorts
 from .supervisor_link import (
     Event,
@@ -54,6 +55,10 @@ LAST_WORDS_WITHIN_S = 2.0
 """How long an agent that ends still tries to tell how its workers ended, and to fetch the failed map."""
 
 SAY_WAITING_AFTER_S = 1.0
+
+FETCH_MAP_AFTER_S = (0.5, 1.5)
+"""How long after its workers' start a node reads the map of the failed cycle, at random between the two: starting
+interpreters need the processors first, and a thousand nodes should not ask in the same instant."""
 
 TOLD_AT_ONCE = {AgentPhase.RUNNING, AgentPhase.FAILED, AgentPhase.SUCCEEDED}
 """Phases that the coordinator waits for; others come with the next heartbeat."""
@@ -247,12 +252,16 @@ class NodeAgent:
         if wanted.action is not Action.RUN or self._agent.phase is AgentPhase.RUNNING:
             self._fetch_maps(wanted)  # else once the workers have started: nobody waits for a map
 
-    def _fetch_maps(self, wanted: Desired) -> None:
-        """Have maps that do not come by themselves."""
+    def _fetch_maps(self, wanted: Desired, after_s: float = 0.0) -> None:
+        """Have maps that do not come by themselves; at once when the agent ends before `after_s`."""
         assert self._life is not None
         missing = self._life.maps.missing(wanted)
         if missing:
-            self._chore(self._life.maps.fetch(missing))
+            self._chore(self._fetch(self._life.maps, missing, after_s))
+
+    async def _fetch(self, maps: KeptMaps, missing: list[Wanted], after_s: float) -> None:
+        await asyncio.wait([self._ending], timeout=after_s)
+        await maps.fetch(missing)
 
     def _say_waiting(self, wanted: Desired) -> None:
         """Log what is waited for, once it has been so for a moment: most waits are over before anybody could read."""
@@ -274,7 +283,7 @@ class NodeAgent:
             case Spawned():
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
                 if self._agent.desired is not None:
-                    self._fetch_maps(self._agent.desired)
+                    self._fetch_maps(self._agent.desired, after_s=random.uniform(*FETCH_MAP_AFTER_S))
             case Exited():
                 self._observe(machine.WorkerEnded(CycleNumber(event.cycle), self._worker_exit(event)))
             case Gone(cycle=None):
@@ -340,7 +349,7 @@ class NodeAgent:
             case machine.Kill():
                 self._link.kill()
             case machine.Report():
-                self._life.conversation.report(deed.cycle, deed.exits)
+                self._life.conversation.report(deed.cycle, deed.exits, at_once=deed.at_once)
             case machine.Leave():
                 self._chore(self._leave(self._life, deed))
             case machine.Rejoin() | machine.Exit():

@@ -103,12 +103,16 @@ class Conversation:
         """There is something new to say: say it now."""
         self._changed.set()
 
-    def report(self, cycle: CycleNumber, exits: tuple[WorkerExit, ...]) -> None:
-        """Tell that workers ended, again and again until the coordinator has kept it."""
+    def report(self, cycle: CycleNumber, exits: tuple[WorkerExit, ...], at_once: bool = True) -> None:
+        """Tell that workers ended, again and again until the coordinator has kept it.
+
+        `at_once` false: with whatever is said next.
+        """
         self._reports.append(_Unacknowledged(cycle, exits))
         del self._reports[:-MAX_UNACKNOWLEDGED]
         self._reports_kept.clear()
-        self._changed.set()
+        if at_once:
+            self._changed.set()
 
     async def reports_kept(self) -> None:
         """Returns once the coordinator has kept every report."""

@@ -18,7 +18,6 @@ from .processes import set_parent_death_signal
 _NOT_FOUND = 127
 _NOT_RUNNABLE = 126
 _LOG_MODE = 0o644
-_RESETTABLE_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,14 @@ def _open_log(path: bytes, files: contextlib.ExitStack) -> int:
 
 
 def _before_exec(supervisor_pid: int) -> Callable[[], None]:
+    # Exec resets what has a handler; an ignored signal (as what a terminal sends, here) would stay ignored.
+    ignored = [signo for signo in signal.valid_signals() if signal.getsignal(signo) is signal.SIG_IGN]
+
     def prepare() -> None:
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != supervisor_pid:  # it died before we asked to be told
             os._exit(_NOT_RUNNABLE)
-        # The supervisor ignores what a terminal sends; an ignored signal would stay ignored past exec.
-        for signo in _RESETTABLE_SIGNALS:
+        for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
 

@@ -181,10 +181,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class Report:
-    """Tell the coordinator that workers ended."""
+    """Tell the coordinator that workers ended: now, or together with the start of the next ones, which follows."""
 
     cycle: CycleNumber
     exits: tuple[WorkerExit, ...]
+    at_once: bool = True
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,9 @@ def step(agent: Agent, observed: Observation) -> Step:
     deeds: list[Deed] = []
     agent = _take_in(agent, observed, deeds)
     agent = _work_towards(agent, deeds)
+    if any(isinstance(deed, Spawn) for deed in deeds):
+        # Nobody waits for how the old ones ended while the new ones start.
+        deeds = [dataclasses.replace(deed, at_once=False) if isinstance(deed, Report) else deed for deed in deeds]
     return Step(agent, tuple(deeds))
 
 

@@ -64,8 +64,8 @@ def end(cycle: int, exit: WorkerExit) -> WorkerEnded:
     return WorkerEnded(CycleNumber(cycle), exit)
 
 
-def report(cycle: int, exit: WorkerExit) -> Report:
-    return Report(CycleNumber(cycle), (exit,))
+def report(cycle: int, exit: WorkerExit, at_once: bool = True) -> Report:
+    return Report(CycleNumber(cycle), (exit,), at_once)
 
 
 def spawn(cycle: int) -> Spawn:
@@ -95,7 +95,7 @@ def test_the_next_workers_start_when_nothing_of_the_old_ones_is_left() -> None:
         [Stop("cycle 1 follows")],
         [],
         [],
-        [report(0, BY_US), spawn(1)],
+        [report(0, BY_US, at_once=False), spawn(1)],
     ]
 
 
