@@ -1,9 +1,9 @@
 """Bytes to commands: incremental and bounded. Knows no key space and no connection.
 
-A command is a list: its opcode, then its fields in the order of GRAMMAR; KEYS are one list of keys, PAIRS one flat list of
-key, value, key, value. What a length announces is refused or waited for, never reserved: bytes are kept as they come and
-joined only once what is needed next is there. Of a command cut short the few fields before are read again; a list of
-keys goes on where it stopped.
+A command is a list: its opcode, then its fields in the order of GRAMMAR; KEYS are one list of keys, PAIRS one flat list
+of key, value, key, value. What a length announces is refused or waited for, never reserved: bytes are kept as they come
+and joined only once what is needed next is there. Of a command cut short the few fields before are read again; a list
+of keys goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -145,6 +145,4 @@ class Session:
         return STOP_WAITING if self._space.barrier(self._waiter, key, world) else None
 
 
-_HANDLERS: list[Callable[..., bytes | None]] = [
-    getattr(Session, f"_{opcode.name.lower()}") for opcode in Opcode
-]
+_HANDLERS: list[Callable[..., bytes | None]] = [getattr(Session, f"_{opcode.name.lower()}") for opcode in Opcode]

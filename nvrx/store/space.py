@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from .codec import BadCommand
-from .opcodes import MAX_SPACE_BYTES, MAX_VALUE_BYTES
+from .opcodes import MAX_SPACE_BYTES
 
 # What C's strtoll takes as a number: torch stores sums as decimal text and reads back whatever is there.
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
@@ -123,7 +123,7 @@ class KeySpace:
         return all(key in values or key in queues for key in keys)
 
     def wait(self, waiter: Waiter, keys: Iterable[bytes]) -> bool:
-        """True when all are there. Else the waiter is woken once each missing one has come, be it gone again by then."""
+        """True when all are there. Else the waiter is woken once each missing one has come, be it gone by then."""
         self.cancel(waiter)
         missing = [key for key in dict.fromkeys(keys) if not self.has(key)]
         if not missing:

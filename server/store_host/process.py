@@ -16,6 +16,7 @@ import os
 import resource
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,6 @@ LINGER_S = 10.0
 READ_ONLY_BELOW = b"/nvrx/"
 """Keys of the lasting port that the coordinator writes; torch's clients put the first slash before every key."""
 MAX_OPENED_AT_ONCE = 64
-_READ_BYTES = 64 * 1024
 READY = "ready"
 
 
@@ -63,6 +63,8 @@ class StoreServer(Protocol):
     def clients(self) -> int: ...
 
     async def close(self) -> None: ...
+
+    async def serve_privileged(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None: ...
 
 
 class StoreProcess:
@@ -117,10 +119,10 @@ class StoreProcess:
     def _clients(self) -> int:
         return sum(server.clients for server in self._cycles.values())
 
-    async def _start(self, listening: object, read_only_below: bytes | None = None) -> StoreServer:
+    async def _start(self, listening: socket.socket, read_only_below: bytes | None = None) -> StoreServer:
         if self._kind == "torch":
-            return await TorchServer.start(listening)  # type: ignore[arg-type]
-        return await BridgeServer.start(listening, read_only_below)  # type: ignore[arg-type]
+            return await TorchServer.start(listening)
+        return await BridgeServer.start(listening, read_only_below)
 
     # ---- coordinators -------------------------------------------------------------------------------------
 
@@ -133,6 +135,7 @@ class StoreProcess:
                 log.warning("refused somebody on the control socket who does not know the secret")
                 return
             self._coordinators.add(writer)
+            self._told_to_end = False
             self._news.set()
             write_message(writer, self._state())
             while (message := await read_message(reader)) is not None:
@@ -191,7 +194,7 @@ class StoreProcess:
         """From here on the connection is one to the lasting store, privileged."""
         write_message(writer, {"ok": True})
         assert self._lasting is not None
-        await self._lasting.serve_privileged(reader, writer)  # type: ignore[attr-defined]
+        await self._lasting.serve_privileged(reader, writer)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
