@@ -136,6 +136,8 @@ class Engine:
         self._pulse_at: float | None = None
         self.closed = asyncio.Event()
         """Set whenever a run closes."""
+        self.observers: list[Callable[[Hosted], None]] = []
+        """Called with each run whose durable state may have changed, once it is shown. Must not wait."""
 
     @property
     def journal_id(self) -> JournalId:
@@ -397,6 +399,9 @@ class Engine:
                 self.closed.set()
                 for watch in hosted.watches:
                     watch.put(None)
+        for run_id in changed | (ticked & self.runs.keys()):
+            for observe in self.observers:
+                observe(self.runs[run_id])
 
     def _explain(self, hosted: Hosted) -> None:
         """Keep the one sentence that says why nothing runs; log it when it changes."""
