@@ -19,6 +19,8 @@ VERSION = 1
 """Of these messages: a coordinator that speaks another does not take a store process over."""
 MAX_LINE_BYTES = 1024 * 1024
 HELLO_WITHIN_S = 5.0
+READY = "ready"
+"""The line on standard output that says that the process serves."""
 
 Message: TypeAlias = dict[str, Any]
 Kind = Literal["bridge", "torch"]

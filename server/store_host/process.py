@@ -31,6 +31,7 @@ from .bridge import BridgeServer
 from .control import (
     HELLO_WITHIN_S,
     MAX_LINE_BYTES,
+    READY,
     VERSION,
     Kind,
     Message,
@@ -51,7 +52,6 @@ LINGER_S = 10.0
 READ_ONLY_BELOW = b"/nvrx/"
 """Keys of the lasting port that the coordinator writes; torch's clients put the first slash before every key."""
 MAX_OPENED_AT_ONCE = 64
-READY = "ready"
 
 
 class StoreServer(Protocol):
