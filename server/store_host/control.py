@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -56,6 +56,16 @@ class Paths:
     @property
     def log(self) -> Path:
         return self.directory / f"store-{self.key}.log"
+
+
+@contextlib.contextmanager
+def within_limit(path: Path) -> Iterator[str]:
+    """A Unix socket's path as the kernel takes it, which allows 107 bytes however deep the directory lies."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def write_record(paths: Paths, record: Record) -> None:

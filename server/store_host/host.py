@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,18 @@ from nvrx.runtime_dir import make_private
 from nvrx.store.client import StoreClient, StoreGone
 
 from ..engine import Hosted
-from .control import MAX_LINE_BYTES, READY, Kind, Message, Paths, Record, read_message, read_record, write_message
+from .control import (
+    MAX_LINE_BYTES,
+    READY,
+    Kind,
+    Message,
+    Paths,
+    Record,
+    read_message,
+    read_record,
+    within_limit,
+    write_message,
+)
 from .ports import PortRange
 
 log = logging.getLogger("nvrx.coord")
@@ -35,6 +45,8 @@ ANSWER_WITHIN_S = 5.0
 READY_WITHIN_S = 60.0
 """torch's import takes seconds on a busy host."""
 AGAIN_AFTER_S = 1.0
+_KEY_LENGTH = 16
+"""Of the journal's id, in file names: the path of a Unix socket has 107 characters at most."""
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from nvrx.server.store_host.process import main; sys.exit(main(sys.argv[1:]))"
@@ -211,7 +223,8 @@ class StoreHost:
         record = self._record
         if record is None:
             raise _ProcessGone
-        reader, writer = await asyncio.open_unix_connection(self._config.paths.socket, limit=MAX_LINE_BYTES)
+        with within_limit(self._config.paths.socket) as path:
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
         write_message(writer, {"do": "hello", "secret": record.secret})
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -251,7 +264,11 @@ class StoreHost:
 
     async def _bring_up_to_date(self) -> None:
         self._changed.clear()
-        needed = {port for run in self._runs.values() for port in (*run.in_use, *(run.ready if run.is_open else ()))}
+        for run_id, run in self._runs.items():
+            if not run.is_open and run.ready:
+                run.ready = []
+                self._tell(run_id, run)  # before they are closed: a run that is opened again must not take one
+        needed = {port for run in self._runs.values() for port in (*run.in_use, *run.ready)}
         surplus = self._open - needed
         if surplus:
             await self._ask({"do": "close", "ports": sorted(surplus)})
@@ -367,4 +384,4 @@ def _import_root() -> Path:
 
 def paths_for(directory: str, journal_id: str) -> Paths:
     """The files of the store process that belongs to a journal."""
-    return Paths(Path(directory), journal_id or str(os.getpid()))
+    return Paths(Path(directory), journal_id[:_KEY_LENGTH])

@@ -39,6 +39,7 @@ from .control import (
     Record,
     forget_record,
     read_message,
+    within_limit,
     write_message,
     write_record,
 )
@@ -86,7 +87,8 @@ class StoreProcess:
         self._lasting = await self._start(self._ports.lasting(lasting_port), READ_ONLY_BELOW)
         with contextlib.suppress(FileNotFoundError):
             self._paths.socket.unlink()
-        control = await asyncio.start_unix_server(self._talk, self._paths.socket, limit=MAX_LINE_BYTES)
+        with within_limit(self._paths.socket) as path:
+            control = await asyncio.start_unix_server(self._talk, path, limit=MAX_LINE_BYTES)
         record = Record(VERSION, self._kind, os.getpid(), self._secret, self._ports.host, self._lasting.port)
         write_record(self._paths, record)
         print(READY, flush=True)
