@@ -330,6 +330,8 @@ class StoreHost:
                 await asyncio.sleep(AGAIN_AFTER_S)
             else:
                 self._problem = ""
+                assert self._record is not None
+                log.info("store process %d takes the place of %s", self._record.pid, before.pid if before else "none")
                 return
 
     async def _forget(self) -> None:

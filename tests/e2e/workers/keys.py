@@ -1,6 +1,6 @@
 """Uses the stores that it is told of, by our client without torch: does what the test says and answers with the result.
 
-Orders: `store` with `where` (`cycle` or `lasting`), `call` (a method of StoreClient) and `args`; bytes as text.
+Orders: `store` with `id`, `where` (`cycle` or `lasting`), `call` (a method of StoreClient) and `args`; bytes as text.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def main() -> None:
     line.say("ready")
 
     def on_store(order: dict[str, Any]) -> None:
-        line.say(order["call"], answer=stores.call(order["where"], order["call"], order["args"]))
+        line.say(f"answer {order['id']}", answer=stores.call(order["where"], order["call"], order["args"]))
 
     obey(line, {"store": on_store})
 
