@@ -227,3 +227,45 @@ def test_torchs_own_server_in_its_place(cluster: Cluster) -> None:
     assert ask(new[0], "check", ["uid"]) is False
     assert ask(new[0], "add", "n", 2) == 2
     assert ask(new[1], "add", "n", 3) == 5
+
+
+@pytest.mark.rule("G2", "I6")
+@pytest.mark.parametrize(
+    ("listen", "reached_at", "told"),
+    [
+        ("0.0.0.0", "127.0.0.2", "127.0.0.2"),
+        ("[::]", "[::1]", "::1"),
+        ("[::]", "127.0.0.1", "127.0.0.1"),
+        ("[::1]", "[::1]", "::1"),
+    ],
+)
+def test_where_workers_find_the_store(cluster: Cluster, listen: str, reached_at: str, told: str) -> None:
+    """C099, C102: listening everywhere, the store is where each node reaches the coordinator, not `0.0.0.0`."""
+    cluster.serve("--insecure", listen=f"{listen}:0")
+    port = cluster.address.rpartition(":")[2]
+    agent = cluster.join("a", "--nnodes", "1", command=KEYS, address=f"{reached_at}:{port}")
+    worker = cluster.worker("a")
+    assert worker.env["MASTER_ADDR"] == told
+    assert worker.env["NVRX_STORE_ENDPOINT"].startswith(f"{reached_at}:")
+    assert ask(worker, "add", "n", 1) == 1
+    assert ask(worker, "count", where="lasting") >= 0
+    worker.tell("exit", code=0)
+    assert agent.ended() == 0
+
+
+@pytest.mark.rule("G2")
+def test_an_address_to_tell_workers(cluster: Cluster) -> None:
+    cluster.serve("--advertise-addr", "localhost")
+    cluster.join("a", "--nnodes", "1", command=KEYS)
+    worker = cluster.worker("a")
+    assert worker.env["MASTER_ADDR"] == "localhost"
+    assert ask(worker, "add", "n", 1) == 1
+
+
+@pytest.mark.rule("I1")
+@pytest.mark.parametrize("given", ["1", "0-5", "9-8", "1-70000", "a-b", "-"])
+def test_a_bad_range_of_ports_is_refused_in_one_line(cluster: Cluster, given: str) -> None:
+    argv = [*COORDINATOR, "serve", "--state", "memory", "--listen", "127.0.0.1:0", "--store-ports", given]
+    program = cluster.start("coordinator", argv)
+    assert program.ended() == 2
+    assert repr(given) in program.err[-1]
