@@ -45,6 +45,7 @@ ANSWER_WITHIN_S = 5.0
 READY_WITHIN_S = 60.0
 """torch's import takes seconds on a busy host."""
 AGAIN_AFTER_S = 1.0
+_REATTACH_TRIES = 3
 _KEY_LENGTH = 16
 """Of the journal's id, in file names: the path of a Unix socket has 107 characters at most."""
 _BOOT = (
@@ -86,9 +87,10 @@ class _Followed:
 class _Control:
     """A control connection: one question at a time, and notice of its end."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_gone: Callable[[], None]) -> None:
         self._reader = reader
         self._writer = writer
+        self._on_gone = on_gone
         self._answers: asyncio.Queue[Message | None] = asyncio.Queue()
         self.gone = asyncio.Event()
         self._reading = asyncio.create_task(self._read(), name="store control")
@@ -98,6 +100,7 @@ class _Control:
             self._answers.put_nowait(message)
         self._answers.put_nowait(None)
         self.gone.set()
+        self._on_gone()
 
     async def ask(self, message: Message) -> Message:
         """Raises _ProcessGone."""
@@ -215,8 +218,13 @@ class StoreHost:
     async def _attach(self) -> None:
         """Raises _ProcessGone or OSError."""
         reader, writer = await self._greet()
-        self._control = _Control(reader, writer)
-        state = await self._control.ask({"do": "state"})
+        control = _Control(reader, writer, self._lose_all)
+        try:
+            state = await control.ask({"do": "state"})
+        except _ProcessGone:
+            await control.close()
+            raise
+        self._control = control
         self._open = {int(port) for port in state["ports"]}
 
     async def _greet(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -310,15 +318,24 @@ class StoreHost:
             raise _ProcessGone
         return await self._control.ask(message)
 
-    async def _replace(self) -> None:
-        """The process is gone: so are its stores. Have another one."""
-        before = self._record
-        log.error("the store process %s is gone, and the stores of its cycles", before.pid if before else "")
-        await self._forget()
+    def _lose_all(self) -> None:
+        """At once, before any worker that fails for want of its store is heard of."""
+        self._open = set()
         self._problem = "the store process is being restarted"
         for run_id, run in self._runs.items():
             run.ready = []
             self._tell(run_id, run)
+
+    async def _replace(self) -> None:
+        """The process is gone, and its stores with it; or it did not answer, as after we were suspended ourselves."""
+        before = self._record
+        if self._control is not None:
+            await self._control.close()
+        if before is not None and await self._reattach(before):
+            return
+        log.error("the store process %s is gone, and the stores of its cycles", before.pid if before else "")
+        self._control, self._record, self._process = None, None, None
+        self._lose_all()
         port = self._config.lasting_port or (before.lasting_port if before is not None else 0)
         while True:
             try:
@@ -334,14 +351,22 @@ class StoreHost:
                 log.info("store process %d takes the place of %s", self._record.pid, before.pid if before else "none")
                 return
 
-    async def _forget(self) -> None:
-        if self._control is not None:
-            await self._control.close()
-        self._control, self._record, self._open = None, None, set()
-        self._kill()
+    async def _reattach(self, before: Record) -> bool:
+        for _ in range(_REATTACH_TRIES):
+            try:
+                await self._attach()
+            except _ProcessGone:
+                continue
+            except OSError:  # nobody listens there any more
+                return False
+            self._problem = ""
+            log.warning("the store process %d had not answered; it does now", before.pid)
+            return True
+        log.error("the store process %d does not answer; another takes its place", before.pid)
+        return False
 
     def _kill(self) -> None:
-        """Of a process that we started and that is no use any more: see its end."""
+        """Of a process that we started in vain: see its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -269,3 +269,23 @@ def test_a_bad_range_of_ports_is_refused_in_one_line(cluster: Cluster, given: st
     program = cluster.start("coordinator", argv)
     assert program.ended() == 2
     assert repr(given) in program.err[-1]
+
+
+@pytest.mark.rule("I6", "E1")
+def test_a_suspended_coordinator_keeps_its_store_process(cluster: Cluster) -> None:
+    """Whatever timers of its own are over when it wakes up, the store process has done nothing wrong."""
+    coordinator = cluster.serve()
+    cluster.join_all("a b", *TWO, command=KEYS)
+    a, b = cluster.workers(0, 2)
+    for one in (a, b):
+        one.said("ready")
+    pid = store_pid(cluster)
+    coordinator.send(signal.SIGSTOP)
+    assert ask(a, "add", "n", 1) == 1
+    coordinator.send(signal.SIGCONT)
+    assert ask(b, "add", "n", 1) == 2
+    b.tell("exit", code=1)
+    new = cluster.workers(1, 2)
+    assert ask(new[0], "add", "n", 1) == 1
+    assert store_pid(cluster) == pid
+    assert cluster.rank_map(0).failure.cause == common_pb2.CAUSE_WORKER_FAILED
