@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +132,25 @@ class StoreSocket:
 class StoreProgram:
     """A store process. `err` holds the lines of its log so far."""
 
-    def __init__(self, directory: Path, *arguments: str, kind: str = "bridge", host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        kind: str = "bridge",
+        host: str = "127.0.0.1",
+        wrapped: Sequence[str] = (),
+        **changes: str,
+    ) -> None:
         self.paths = Paths(directory, "test")
         self.host = host
         options = ["--kind", kind, "--host", host, "--directory", str(directory), "--key", "test", *arguments]
         self.process = subprocess.Popen(
-            [*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+            [*wrapped, *COMMAND, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=os.environ | changes,
         )
         self.err: list[str] = []
         self._heard = threading.Condition()
@@ -223,10 +236,10 @@ class StoreProgram:
 
 @contextlib.contextmanager
 def store_program(
-    directory: Path, *arguments: str, kind: str = "bridge", host: str = "127.0.0.1"
+    directory: Path, *arguments: str, kind: str = "bridge", host: str = "127.0.0.1", wrapped: Sequence[str] = ()
 ) -> Iterator[StoreProgram]:
     """A store process that is ready."""
-    program = StoreProgram(directory, *arguments, kind=kind, host=host)
+    program = StoreProgram(directory, *arguments, kind=kind, host=host, wrapped=wrapped)
     try:
         yield program.ready()
     finally:
@@ -263,7 +276,7 @@ def is_refused(host: str, port: int) -> bool:
         except ConnectionRefusedError:
             return True
         # Where nobody listens, a socket can meet itself.
-        return one.getsockname() == one.getpeername()
+        return bool(one.getsockname() == one.getpeername())
 
 
 def is_held(port: int) -> bool:
