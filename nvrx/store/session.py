@@ -12,6 +12,9 @@ from .codec import BadCommand, Command, Parser, i64, text, u32, u64
 from .opcodes import MAGIC, MAX_REPLY_BYTES, NOT_READY, READY, STOP_WAITING, WAIT_CANCELED, Opcode
 from .space import KeySpace, Waiter
 
+_FIRST = bytes((Opcode.VALIDATE,))
+_NOT_TORCH = "the connection does not begin as torch's store clients do"
+
 
 class Session:
     """A client of a key space. `may_write_all`: also below the space's read-only prefix."""
@@ -39,6 +42,8 @@ class Session:
 
     def feed(self, data: bytes) -> None:
         """Do what is asked, in order. Raises BadCommand: the connection is to be cut off, and this session closed."""
+        if not self._validated and not self._parser.held_bytes and data[:1] not in (b"", _FIRST):
+            raise BadCommand(_NOT_TORCH)  # before anything is held for it
         commands = self._parser.feed(data)
         if self._paused:
             self._later = chain(self._later, commands)
@@ -61,7 +66,7 @@ class Session:
             opcode = command[0]
             if not self._validated:
                 if opcode != Opcode.VALIDATE or command[1] != MAGIC:
-                    raise BadCommand("the connection does not begin as torch's store clients do")
+                    raise BadCommand(_NOT_TORCH)
                 self._validated = True
                 continue
             reply = _HANDLERS[opcode](self, *command[1:])

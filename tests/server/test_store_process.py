@@ -470,11 +470,11 @@ def test_sigterm_ends_it_at_once(store: StoreProgram, busy: bool) -> None:
     ended_well(store)
 
 
-def test_a_terminals_signals_are_the_coordinators(store: StoreProgram) -> None:
+def test_a_terminals_signals_are_the_coordinators(shared: StoreProgram) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
-        store.process.send_signal(number)
-    store.lasting().ping()
-    assert not store.is_gone()
+        shared.process.send_signal(number)
+    shared.lasting().ping()
+    assert not shared.is_gone()
 
 
 def test_another_that_took_its_place_keeps_its_record(store: StoreProgram) -> None:

@@ -184,6 +184,23 @@ def test_one_that_does_not_begin_as_torch_does(space: KeySpace, first: list[Any]
     assert space.values == {}
 
 
+@pytest.mark.rule("J4")
+def test_nothing_is_held_for_one_that_has_not_greeted(space: KeySpace) -> None:
+    for opcode in range(1, 256):
+        session = Client(space, greet=False).session
+        with pytest.raises(BadCommand, match="does not begin"):
+            session.feed(bytes([opcode]))
+        assert session.held_bytes == 0
+
+
+def test_a_greeting_may_come_in_pieces(space: KeySpace) -> None:
+    client = Client(space, greet=False)
+    client.session.feed(b"")
+    for byte in encode([Opcode.VALIDATE, MAGIC]) + encode([Opcode.PING, 5]):
+        client.session.feed(bytes([byte]))
+    assert client.heard() == b"\5\0\0\0"
+
+
 def test_one_that_validates_twice(client: Client) -> None:
     with pytest.raises(BadCommand, match="twice"):
         client.ask(Opcode.VALIDATE, MAGIC)
