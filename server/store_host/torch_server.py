@@ -7,6 +7,7 @@ which client sent what; keys that are the coordinator's are not protected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ class TorchServer:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_READ_BYTES):
-        writer.write(data)
-        await writer.drain()
+    with contextlib.suppress(OSError):  # either end is gone
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()
 
 
 def _make_store(host: str, port: int, fd: int) -> Any:
