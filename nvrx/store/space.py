@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from .codec import BadCommand
-from .opcodes import MAX_SPACE_BYTES, MAX_VALUE_BYTES
+from .opcodes import MAX_APPENDED_BYTES, MAX_SPACE_BYTES
 
 # What C's strtoll takes as a number: torch stores sums as decimal text and reads back whatever is there.
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]+)")
@@ -78,10 +78,10 @@ class KeySpace:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Raises BadCommand where the whole would be longer than a value may be."""
+        """Raises BadCommand where the whole would be over MAX_APPENDED_BYTES."""
         found = self.values.get(key, b"")
-        if len(found) + len(value) > MAX_VALUE_BYTES:
-            raise BadCommand(f"key {key[:64]!a} would hold more than {MAX_VALUE_BYTES} bytes, the limit of a value")
+        if len(found) + len(value) > MAX_APPENDED_BYTES:
+            raise BadCommand(f"key {key[:64]!a} would hold more than {MAX_APPENDED_BYTES} bytes by what is appended")
         self._put(key, found + value)
         self._wake_all(key)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nvrx.store.codec import BadCommand
-from nvrx.store.opcodes import MAX_VALUE_BYTES
+from nvrx.store.opcodes import MAX_APPENDED_BYTES
 from nvrx.store.space import ENTRY_BYTES, QUEUE_BYTES, KeySpace, Waiter
 
 I64_MIN, I64_MAX = -(2**63), 2**63 - 1
@@ -132,16 +132,16 @@ def test_add_to_what_is_no_number(found: bytes) -> None:
     assert space.held_bytes == held
 
 
-def test_append_grows_up_to_the_limit_of_a_value() -> None:
+def test_append_grows_up_to_its_own_limit() -> None:
     space = KeySpace()
     space.append(b"k", b"a")
     space.append(b"k", b"")
     space.append(b"k", b"b")
     assert space.values[b"k"] == b"ab"
-    space.append(b"k", bytes(MAX_VALUE_BYTES - 2))
-    with pytest.raises(BadCommand, match="limit of a value"):
+    space.append(b"k", bytes(MAX_APPENDED_BYTES - 2))
+    with pytest.raises(BadCommand, match="by what is appended"):
         space.append(b"k", b"c")
-    assert len(space.values[b"k"]) == MAX_VALUE_BYTES
+    assert len(space.values[b"k"]) == MAX_APPENDED_BYTES
 
 
 # ---- queues -----------------------------------------------------------------------------------------------
