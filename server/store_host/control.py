@@ -99,7 +99,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
     try:
         line = await reader.readuntil(b"\n")
         message = json.loads(line)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError):
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 
