@@ -53,10 +53,6 @@ class Paths:
     def socket(self) -> Path:
         return self.directory / f"store-{self.key}.sock"
 
-    @property
-    def log(self) -> Path:
-        return self.directory / f"store-{self.key}.log"
-
 
 @contextlib.contextmanager
 def within_limit(path: Path) -> Iterator[str]:
