@@ -42,9 +42,10 @@ from .journals.memory import MemoryJournal
 from .journals.sqlite import SqliteJournal
 from .services.heartbeat import HeartbeatService
 from .services.join import JoinService
-from .services.later import PromoteService, StoreService
+from .services.later import PromoteService
 from .services.rank_map import RankMapService
 from .services.run import RunService
+from .services.store import StoreService
 
 log = logging.getLogger("nvrx.coord")
 
@@ -140,7 +141,7 @@ class Coordinator:
         rank_map_pb2_grpc.add_RankMapServiceServicer_to_server(RankMapService(engine), server)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunService(engine), server)
         promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(), server)
-        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreService(), server)
+        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreService(None), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         modules = (join_pb2, heartbeat_pb2, rank_map_pb2, promote_pb2, run_pb2, store_pb2)
         names = [service.full_name for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
