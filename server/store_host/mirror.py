@@ -64,10 +64,10 @@ class _Shown:
         return self.run.cycles[-KEPT_CYCLES:]
 
     def is_urgent(self) -> bool:
-        """Whether somebody may wait for what is missing: a cycle's first map, or a failure."""
-        return any(
-            one.number not in self.maps or (_has_failed(one) and one.number not in self.failures)
-            for one in self.run.cycles[-2:]
+        """Whether somebody may wait for what is missing: the current cycle's map, or a failure."""
+        cycle = self.run.cycle
+        return (cycle is not None and cycle.number not in self.maps) or any(
+            _has_failed(one) and one.number not in self.failures for one in self.run.cycles[-2:]
         )
 
     def forget(self) -> None:
@@ -166,13 +166,16 @@ class Mirror:
         """Notice the end of the store also while there is nothing to write."""
         async with self._connection() as client:
             watching = self._watching = asyncio.create_task(client.wait([_NEVER]))
-            watching.add_done_callback(lambda _: self._news.set())
+            watching.add_done_callback(self._no_longer_watching)
             try:
                 yield
             finally:
                 watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StoreGone):
-                    await watching
+
+    def _no_longer_watching(self, watching: asyncio.Task[None]) -> None:
+        if not watching.cancelled():
+            watching.exception()  # looked at also where nobody asks for the result
+        self._news.set()
 
     async def _begin(self, client: StoreClient) -> None:
         """Take stock of a store that may be empty, or hold what a coordinator before this one wrote."""
@@ -183,7 +186,7 @@ class Mirror:
                 self._there.setdefault(RunId(rest.partition("/")[0]), set()).add(key)
         for shown in self._runs.values():
             shown.forget()
-            if shown.run.cycle is not None:
+            if shown.run.cycle is not None and shown.due_at is None:
                 shown.due_at = 0.0
 
     async def _until_due(self) -> None:
