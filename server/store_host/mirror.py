@@ -49,10 +49,13 @@ class HasRun(Protocol):
 
 @dataclass
 class _Shown:
-    """A run and what the store shows of it. `due_at` is on the loop's clock; None when all is written."""
+    """A run and what the store shows of it. Times are on the loop's clock, None while there is nothing to do."""
 
     run: Run
-    due_at: float | None = None
+    urgent_at: float | None = None
+    """When to write what somebody may wait for."""
+    all_at: float | None = None
+    """When to write everything that differs."""
     current: CycleNumber | None = None
     maps: dict[CycleNumber, Cycle] = field(default_factory=dict)
     failures: dict[CycleNumber, Cycle] = field(default_factory=dict)
@@ -70,7 +73,22 @@ class _Shown:
             _has_failed(one) and one.number not in self.failures for one in self.run.cycles[-2:]
         )
 
-    def forget(self) -> None:
+    @property
+    def due_at(self) -> float | None:
+        return min((one for one in (self.urgent_at, self.all_at) if one is not None), default=None)
+
+    def change(self, now: float, settle_s: float) -> None:
+        """The run is another than what was written."""
+        if self.all_at is None:
+            self.all_at = now + settle_s * OUTCOMES_FACTOR
+        if self.urgent_at is None and self.is_urgent():
+            self.urgent_at = now + settle_s
+
+    def begin_anew(self) -> None:
+        """The store may hold nothing of it. What has yet to settle is let settle."""
+        if self.run.cycle is not None:
+            self.urgent_at = self.urgent_at or 0.0
+            self.all_at = self.all_at or 0.0
         self.current = None
         self.maps.clear()
         self.failures.clear()
@@ -124,11 +142,8 @@ class Mirror:
         if run.cycle is None:
             return
         self.up_to_date.clear()
-        wait_s = self._settle_s_per_node * len(run.cycle.seats)
-        due_at = asyncio.get_running_loop().time() + (wait_s if shown.is_urgent() else wait_s * OUTCOMES_FACTOR)
-        if shown.due_at is None or due_at < shown.due_at:
-            shown.due_at = due_at
-            self._news.set()
+        shown.change(asyncio.get_running_loop().time(), self._settle_s_per_node * len(run.cycle.seats))
+        self._news.set()
 
     async def keep(self) -> None:
         """Bring the store up to date until cancelled, whatever becomes of it meanwhile."""
@@ -185,9 +200,7 @@ class Mirror:
             if begin == "nvrx":
                 self._there.setdefault(RunId(rest.partition("/")[0]), set()).add(key)
         for shown in self._runs.values():
-            shown.forget()
-            if shown.run.cycle is not None and shown.due_at is None:
-                shown.due_at = 0.0
+            shown.begin_anew()
 
     async def _until_due(self) -> None:
         """Returns once a run has settled. Raises StoreGone."""
@@ -208,28 +221,38 @@ class Mirror:
     async def _bring_up_to_date(self, client: StoreClient) -> None:
         now = asyncio.get_running_loop().time()
         for shown in tuple(self._runs.values()):
-            if shown.due_at is not None and shown.due_at <= now:
-                shown.due_at = None
-                await self._write(client, shown)
+            if shown.due_at is None or shown.due_at > now:
+                continue
+            is_all = shown.all_at is not None and shown.all_at <= now
+            shown.urgent_at = None
+            await self._write_urgent(client, shown)
+            if is_all:
+                shown.all_at = None
+                await self._write_all(client, shown)
         await client.count()  # what is set is not acknowledged: what is answered after it is
         if all(one.due_at is None for one in self._runs.values()):
             self.up_to_date.set()
 
-    async def _write(self, client: StoreClient, shown: _Shown) -> None:
-        """What somebody waits for first: why the last cycle ended, the new one's map, then its number."""
+    async def _write_urgent(self, client: StoreClient, shown: _Shown) -> None:
+        """What somebody may wait for: why the last cycle ended, the new one's map, then its number."""
         run, cycles = shown.run, shown.cycles
         for one in cycles:
             if _has_failed(one) and shown.failures.get(one.number) is not one:
                 await self._set(client, run, failure_key(run.run_id, one.number), _failure(run, one))
                 shown.failures[one.number] = one
         current = cycles[-1]
-        await self._write_map(client, shown, run, current)
+        if current.number not in shown.maps:
+            await self._write_map(client, shown, run, current)
         if shown.current != current.number:
             await self._set(client, run, cycle_key(run.run_id), b"%d" % current.number)
             shown.current = current.number
-        for one in reversed(cycles[:-1]):
+
+    async def _write_all(self, client: StoreClient, shown: _Shown) -> None:
+        """What has changed since in maps that are there, latest first; what is no longer shown goes."""
+        run, cycles = shown.run, shown.cycles
+        for one in reversed(cycles):
             if shown.is_urgent():
-                return  # a newer cycle than the one at hand: its turn comes first, the rest comes after
+                return  # a newer cycle has come: its turn is first, and this is due again
             await self._write_map(client, shown, run, one)
         await self._delete_others(client, shown, run, cycles)
 

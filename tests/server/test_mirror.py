@@ -331,20 +331,29 @@ async def test_a_new_cycle_is_left_alone_until_it_has_settled(process: StoreProc
         worker.close()
 
 
-async def test_outcomes_trickle_in_without_a_map_for_each(process: StoreProcess) -> None:
+async def test_outcomes_trickle_in_without_a_map_for_each(process: StoreProcess, recorded: list[str]) -> None:
+    """What somebody may wait for does not wait for them, nor does it make the maps that are there anew."""
     async with keeping(process) as mirror:
-        told = Told.open().choose(0).fail(0).choose(1)
+        told = Told.open().choose(0)
         mirror.observe(told)
         await up_to_date(mirror)
-        mirror._settle_s_per_node = 1.0
-        loop = asyncio.get_running_loop()
-        before = loop.time()
-        mirror.observe(told.tell(CycleRunning(3.0, CycleNumber(1))))
-        (one,) = mirror._runs.values()
-        assert one.due_at is not None
-        assert one.due_at >= before + 20.0
-        mirror.observe(told.fail(1))
-        assert one.due_at <= loop.time() + 2.0
+        recorded.clear()
+        mirror._settle_s_per_node = PATIENT_S
+        mirror.observe(told.tell(CycleRunning(3.0, CycleNumber(0))))
+        assert not mirror.up_to_date.is_set()
+        mirror._settle_s_per_node = 0.0
+        mirror.observe(told.fail(0))
+        worker = await process.worker()
+        await waited(worker, f"nvrx/{RUN}/cycles/0/failure")
+        mirror.observe(told.choose(1))
+        await waited(worker, f"nvrx/{RUN}/cycle")
+        await waited(worker, f"nvrx/{RUN}/cycles/1/rank_map")
+        other = Told.open("other").choose(0)
+        mirror.observe(other)
+        await waited(worker, "nvrx/other/cycle")
+        assert recorded[:3] == ["cycles/0/failure", "cycles/1/rank_map", "cycle"]
+        assert all(key.startswith("nvrx/other/") for key in recorded[3:])
+        worker.close()
 
 
 async def test_a_map_is_made_without_holding_others_up(process: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
