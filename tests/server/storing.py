@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -54,6 +55,11 @@ class StoreProcess:
         record = read_record(self.paths)
         assert record is not None
         self.port = record.lasting_port
+
+    def descriptors(self) -> int:
+        """How many descriptors it has open: each connection is one."""
+        assert self._process is not None
+        return len(os.listdir(f"/proc/{self._process.pid}/fd"))
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -197,14 +197,18 @@ async def test_a_call_without_any_limit_ends_at_ours(stores: Stores, monkeypatch
     await refused(waiting, Code.DEADLINE_EXCEEDED, "STORE_TIMEOUT")
 
 
-async def test_a_thousand_calls_wait_and_nobody_else_does(stores: Stores) -> None:
+async def test_a_thousand_calls_wait_and_nobody_else_does(process: StoreProcess, stores: Stores) -> None:
+    await stores.set("k", b"")
+    before = process.descriptors()
     waiting = [stores.wait("go", deadline_s=100) for _ in range(1000)]
     await stores.until_blocked(1000)
+    await until(lambda: process.descriptors() == before + 1000)
     assert await stores.add("meanwhile", 1) == 1
     await stores.set("go", b"")
     async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*waiting)
     await stores.until_blocked(0)
+    await until(lambda: process.descriptors() == before)
 
 
 async def test_waiting_calls_are_limited(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,42 +236,70 @@ async def test_quick_calls_are_limited(process: StoreProcess, stores: Stores, mo
 
 
 async def test_a_cancelled_call_frees_its_connection_on_both_sides(process: StoreProcess, stores: Stores) -> None:
+    await stores.set("k", b"")
+    before = process.descriptors()
     waiting = stores.wait("go")
     getting = stores.stub.Get(store_pb2.GetRequest(key="go"))
-    await stores.until_blocked(2)
+    await until(lambda: process.descriptors() == before + 2)
     waiting.cancel()
     getting.cancel()
     await stores.until_blocked(0)
-    assert not stores.connections._own
+    await until(lambda: process.descriptors() == before)
     await stores.set("go", b"")
     assert await stores.get("go") == b""
 
 
-async def test_a_client_that_is_killed_frees_its_connection(stores: Stores) -> None:
+async def test_a_client_that_is_killed_frees_its_connection(process: StoreProcess, stores: Stores) -> None:
+    await stores.set("k", b"")
+    before = process.descriptors()
     script = (
         "import grpc, sys; from nvrx.v1 import store_pb2, store_pb2_grpc as s;"
         "s.StoreServiceStub(grpc.insecure_channel(sys.argv[1])).Wait(store_pb2.WaitRequest(keys=['go']))"
     )
     client = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stores.address)
-    await stores.until_blocked(1)
+    await until(lambda: process.descriptors() == before + 1)
     client.kill()
     await client.wait()
     await stores.until_blocked(0)
+    await until(lambda: process.descriptors() == before)
 
 
 async def test_a_quick_call_that_is_cancelled_harms_no_other(process: StoreProcess, stores: Stores) -> None:
     await stores.set("k", b"v")
     made = process.connected
     process.signal(signal.SIGSTOP)
-    cancelled = stores.stub.Set(store_pb2.SetRequest(key="k", value=b"w"))
+    quick = asyncio.create_task(stores.connections.quick(StoreClient.count, may_repeat=True))
+    await until(stores.connections._turn.locked)
     adding = asyncio.create_task(stores.add("n", 1))
     await until(lambda: stores.connections.quick_ones == 2)
-    cancelled.cancel()
+    quick.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await cancelled
+        await quick
     process.signal(signal.SIGCONT)
     assert await adding == 1
     assert process.connected == made
+
+
+class Busy:
+    """Counts how many connect at once; satisfies Lasting."""
+
+    def __init__(self, process: StoreProcess) -> None:
+        self._process = process
+        self.now = self.most = 0
+
+    async def connect(self) -> StoreClient:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        client = await self._process.connect()
+        self.now -= 1
+        return client
+
+
+async def test_not_too_many_connect_at_once(process: StoreProcess) -> None:
+    busy = Busy(process)
+    many = connections.Connections(busy)
+    await asyncio.gather(*(many.alone(StoreClient.count, WAIT_S) for _ in range(100)))
+    assert busy.most == connections.MAX_CONNECTING
 
 
 async def test_a_coordinator_that_goes_down_tells_waiting_calls_to_come_back(stores: Stores) -> None:
@@ -482,7 +514,7 @@ async def test_a_store_that_hangs_is_down(
 
 
 class SmallStore:
-    """A store in this process that holds little; satisfies Lasting. Breaks what is sent after `break_after` says so."""
+    """A store in this process that holds little; satisfies Lasting."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.server = BridgeServer()
