@@ -14,7 +14,7 @@ from .opcodes import MAX_SPACE_BYTES
 
 # What C's strtoll takes as a number: torch stores sums as decimal text and reads back whatever is there.
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
-I64_MIN, I64_MAX = -(2**63), 2**63 - 1
+_I64_MIN, _I64_MAX = -(2**63), 2**63 - 1
 
 
 class Waiter:
@@ -67,8 +67,8 @@ class KeySpace:
         """The sum, kept as decimal text. Raises BadCommand where there is no number."""
         found = self.values.get(key)
         total = amount if found is None else _number(key, found) + amount
-        if not I64_MIN <= total <= I64_MAX:
-            total = (total - I64_MIN) % 2**64 + I64_MIN  # as in two's complement
+        if not _I64_MIN <= total <= _I64_MAX:
+            total = (total - _I64_MIN) % 2**64 + _I64_MIN  # as in two's complement
         self._put(key, b"%d" % total)
         if self._waiting:
             self._wake_all(key)
@@ -186,15 +186,9 @@ class KeySpace:
         self.held_bytes += growth
 
 
-def number_in(value: bytes) -> int | None:
-    """The number that ADD takes a value for; None where it is none, or does not fit 64 bits."""
+def _number(key: bytes, value: bytes) -> int:
     found = _NUMBER.match(value)
     number = int(found[1]) if found is not None and len(found[1]) <= 20 else None
-    return number if number is not None and I64_MIN <= number <= I64_MAX else None
-
-
-def _number(key: bytes, value: bytes) -> int:
-    number = number_in(value)
-    if number is None:
+    if number is None or not _I64_MIN <= number <= _I64_MAX:
         raise BadCommand(f"key {key[:64]!a} holds {value[:32]!a}, not a 64-bit number")
     return number

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,6 @@ from google.protobuf.duration_pb2 import Duration
 from nvrx.core.refused import Reason, Refused
 from nvrx.store.client import PREFIX, KeyTimeout, StoreClient, StoreGone
 from nvrx.store.opcodes import MAX_COMMAND_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_SPACE_BYTES, MAX_VALUE_BYTES
-from nvrx.store.space import I64_MAX, I64_MIN, number_in
 from nvrx.v1 import store_pb2, store_pb2_grpc
 from nvrx.wire.units import seconds
 
@@ -29,6 +29,9 @@ MAX_WAIT_S = 24 * 3600.0
 MAX_REQUEST_BYTES = 2 * MAX_VALUE_BYTES + 64 * 1024
 """What a server has to receive for the largest request, a CompareSet; gRPC's default is 4 MiB."""
 LIST_WITHIN_S = 50.0
+# What the store's own ADD takes for a number begins with one: of `0.5` it would make a sum, and lose what was there.
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
+I64_MIN, I64_MAX = -(2**63), 2**63 - 1
 _ENTRY_BYTES = 8
 _FIELD_BYTES = 8
 
@@ -221,14 +224,13 @@ def _too_long(key: str) -> str:
 
 def _sum(key: str, found: bytes | None, amount: int) -> int:
     """Raises Refused where there is none."""
-    number = number_in(found) if found is not None else 0
-    if number is None:
-        assert found is not None
+    if found is not None and (_NUMBER.fullmatch(found) is None or not _fits(int(found))):
         raise Refused(
             Reason.VALUE_NOT_A_NUMBER,
             f"key {key[:64]!a} holds {found[:32]!a}, not a 64-bit number; set it to one first",
             {"key": key[:128]},
         )
+    number = int(found) if found is not None else 0
     if not _fits(number + amount):
         raise _too_large(key, number, amount)
     return number + amount

@@ -33,7 +33,7 @@ from nvrx.core.run import Run, evolve
 from nvrx.core.shape import Settings, Shape
 from nvrx.core.topology import OrderSource
 from nvrx.server.store_host import mirror as mirror_module
-from nvrx.server.store_host.mirror import KEPT_CYCLES, Mirror
+from nvrx.server.store_host.mirror import KEPT_CYCLES, Mirror, _Shown
 from nvrx.store.client import StoreClient, StoreGone
 from nvrx.wire import views
 from nvrx.wire.text import to_json
@@ -329,6 +329,15 @@ async def test_a_new_cycle_is_left_alone_until_it_has_settled(process: StoreProc
         assert await shown(worker) == []
         assert not mirror.up_to_date.is_set()
         worker.close()
+
+
+def test_how_long_changes_are_left_alone() -> None:
+    told = Told.open().choose(0)
+    shown = _Shown(told.run)
+    shown.change(100.0, 1.0)
+    assert (shown.urgent_at, shown.all_at, shown.due_at) == (101.0, 110.0, 101.0)
+    shown.change(105.0, 1.0)
+    assert (shown.urgent_at, shown.all_at) == (101.0, 110.0)
 
 
 async def test_outcomes_trickle_in_without_a_map_for_each(process: StoreProcess, recorded: list[str]) -> None:
