@@ -163,7 +163,7 @@ class Stores:
 
 async def until(condition: Any) -> None:
     """Let others go on until it holds."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(3 * WAIT_S):
         for _ in itertools.count():
             if condition():
                 return

@@ -39,18 +39,12 @@ from nvrx.wire import views
 from nvrx.wire.text import to_json
 
 from .coordination import QUICK, RUN, WAIT_S, exited, serving, world
-from .storing import StoreProcess, store_process
+from .storing import StoreProcess
 from .story import tell_story
 
 pytestmark = pytest.mark.rule("I3")
 PATIENT_S = 3600.0
 NAMES = ("n0", "n1")
-
-
-@pytest.fixture
-async def process(tmp_path: Path) -> AsyncIterator[StoreProcess]:
-    async with store_process(tmp_path) as process:
-        yield process
 
 
 @contextlib.asynccontextmanager
