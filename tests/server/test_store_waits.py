@@ -12,14 +12,12 @@ import pytest
 from nvrx.server.services import store as store_module
 from nvrx.server.store_host import connections
 from nvrx.store.client import StoreClient
-from nvrx.store.opcodes import MAX_KEY_BYTES
 from nvrx.v1 import store_pb2
 
 from .coordination import WAIT_S, refused
 from .storing import StoreProcess, Stores, until
 
 Code = grpc.StatusCode
-LONGEST = MAX_KEY_BYTES - 1
 pytestmark = pytest.mark.rule("I4")
 
 
