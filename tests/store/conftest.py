@@ -10,17 +10,31 @@ import pytest
 
 from .clients import Client, Clients, start_clients
 from .raw import RawClient
-from .servers import STARTS, RunningStore, StoreHost
+from .servers import STARTS, RunningStore, StoreHost, start_torch
 
 
 @pytest.fixture(scope="session", params=sorted(STARTS, reverse=True))
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreHost]:
-    """A server process of each kind in turn."""
+def server_kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of server in turn."""
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture(scope="session")
+def server(server_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreHost]:
+    """A server process of that kind."""
     try:
-        starting = STARTS[request.param](tmp_path_factory.mktemp("server"))
+        starting = STARTS[server_kind](tmp_path_factory.mktemp("server"))
     except NotImplementedError as error:
         pytest.skip(str(error))
     with starting as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreHost]:
+    """torch's server once more, to compare another with; with itself, too, lest it differ from run to run."""
+    with start_torch(tmp_path_factory.mktemp("oracle")) as host:
         yield host
 
 

@@ -11,7 +11,6 @@ import socket
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
 
 PATIENCE_S = 60.0
 MAGIC = 0x3C85F7CE
@@ -215,11 +214,15 @@ class RawClient:
         except ConnectionResetError:
             return b""
 
+    def close_half(self) -> None:
+        """Say that nothing more will be sent."""
+        self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         self._socket.close()
 
     def __enter__(self) -> RawClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
