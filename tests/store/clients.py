@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .raw import PATIENCE_S
-from .servers import ROOT, RunningStore, files_only
+from .servers import ROOT, RunningStore, files_only, quiet
 from .values import from_line, from_plain, to_line, to_plain
 
 # poll, ppoll, recvfrom: what a client of torch's sleeps in while a server lets it wait.
@@ -134,6 +134,7 @@ def start_clients(scratch: Path) -> Iterator[Clients]:
     process = subprocess.Popen(
         files_only(scratch, sys.executable, "-m", "tests.store.torch_clients"),
         cwd=ROOT,
+        env=quiet(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ def files_only(scratch: Path, *command: str) -> list[str]:
     return [sys.executable, "-m", "tests.e2e.files_only", str(scratch), *command]
 
 
+def quiet() -> dict[str, str]:
+    """The environment of a process whose torch says nothing of clients that it cuts off."""
+    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 class _TorchHost:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -55,6 +61,7 @@ def start_torch(scratch: Path) -> Iterator[StoreHost]:
     process = subprocess.Popen(
         files_only(scratch, sys.executable, "-m", "tests.store.torch_server"),
         cwd=ROOT,
+        env=quiet(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
