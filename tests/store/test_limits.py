@@ -89,7 +89,6 @@ def test_a_value_too_large_cuts_off_that_client_alone(connect: Callable[..., Cli
     [
         (set_(LONGEST, LARGEST) + get(LONGEST), blob(LARGEST)),
         (compare_set(LONGEST, b"", LARGEST), blob(LARGEST)),
-        (compare_set(b"k", LARGEST, LARGEST), blob(LARGEST)),
         (multi_set((LONGEST, b"v"), (b"k", LARGEST)) + multi_get(LONGEST, b"k"), blob(b"v") + blob(LARGEST)),
         (push(LONGEST, LARGEST) + queue_len(LONGEST) + pop(LONGEST), i64(1) * 2 + blob(LARGEST)),
         (append(b"k", LARGEST) + append(b"k", LARGEST) + get(b"k"), blob(LARGEST * 2)),
