@@ -20,8 +20,8 @@ from .clients import Clients, StoreError
 from .raw import PATIENCE_S, set_
 from .servers import RunningStore, StoreHost
 
-pytestmark = [pytest.mark.torch, pytest.mark.rule("I5")]
 SOAK = os.environ.get("NVRX_SOAK") == "1"
+pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(3600 if SOAK else 240)]
 TRIES = settings(
     max_examples=1000 if SOAK else 25,
     derandomize=not SOAK,

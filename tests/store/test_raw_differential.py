@@ -42,10 +42,10 @@ from .servers import RunningStore, StoreHost
 from .stage import Stage, clear
 from .test_wire import DEVIATIONS
 
-pytestmark = [pytest.mark.torch, pytest.mark.rule("I5")]
 SOAK = os.environ.get("NVRX_SOAK") == "1"
+pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(3600 if SOAK else 240)]
 TRIES = settings(
-    max_examples=20_000 if SOAK else 60,
+    max_examples=5000 if SOAK else 60,
     derandomize=not SOAK,
     deadline=None,
     database=None,
@@ -90,9 +90,8 @@ def _several(make: Callable[..., bytes], keys: st.SearchStrategy[bytes], most: i
 
 
 PLAIN: st.SearchStrategy[bytes | int] = st.sampled_from([b"", b"v", b"w", b"\x00\xff"])
-NUMERIC: st.SearchStrategy[bytes | int] = st.sampled_from(
-    [b"", b"1", b"-7", b" 2x", b"text", b"9223372036854775807", b"-9223372036854775808"]
-)
+SMALL: st.SearchStrategy[bytes | int] = st.sampled_from([b"", b"1", b"-7", b" 2x", b"text"])
+NUMERIC: st.SearchStrategy[bytes | int] = SMALL | st.sampled_from([b"9223372036854775807", b"-9223372036854775808"])
 AMOUNT: st.SearchStrategy[bytes | int] = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63)])
 WORLD: st.SearchStrategy[bytes | int] = st.sampled_from([2, 3, 1, 0])
 
@@ -139,11 +138,11 @@ def _wild() -> st.SearchStrategy[list[Turn]]:
 
 
 def _mixed() -> st.SearchStrategy[list[Turn]]:
-    keys, several, value = _keys(b"k", b"l", b"q", b""), _keys(b"k", b"l", b""), PLAIN | NUMERIC
+    keys, several, value = _keys(b"k", b"l", b"q", b""), _keys(b"k", b"l", b""), PLAIN | SMALL
     at_once = st.one_of(
         _command(set_, keys, value),
         _command(get, keys),
-        _command(add, keys, AMOUNT),
+        _command(add, keys, st.sampled_from([0, 1, -1])),
         _command(append, keys, value),
         _command(compare_set, keys, value, value),
         _command(delete, keys),
