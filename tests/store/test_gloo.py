@@ -65,7 +65,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 @contextmanager
 def _busy() -> Iterator[None]:
     """Something else that wants every core."""
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    spin = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    load = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
     finally:

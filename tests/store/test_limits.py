@@ -184,3 +184,16 @@ def test_many_idle_strangers_delay_nobody(store: RunningStore) -> None:
         assert other.exchange(add(b"n", 1), check(b"k")) == Reply(i64(1) + NOT_READY)
     for one in strangers:
         one.close()
+
+
+def test_who_does_not_read_delays_nobody(store: RunningStore) -> None:
+    """128 MiB of answers are asked for and not taken; others are served; then all of it is there to be read."""
+    asked = 128
+    with store.raw() as idle, store.raw() as other:
+        other.exchange(set_(b"k", b"v" * (1 << 20)))
+        idle.send(get(b"k") * asked)
+        for number in range(100):
+            assert other.exchange(add(b"n", 1)) == Reply(i64(number + 1))
+        taken = idle.receive(asked * (8 + (1 << 20)))
+        assert len(taken) == asked * (8 + (1 << 20))
+        assert idle.settled() == Reply(b"")

@@ -5,6 +5,7 @@ A scene is played on raw connections. What it expects was observed on torch's se
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -409,3 +410,15 @@ def test_a_waiter_that_hung_up_is_passed_over(server: StoreHost) -> None:
         stage.do("b", wait(b"q"))
         stage.hang_up("a")
         assert stage.do("c", push(b"q", b"1")) == {"b": Reply(STOP_WAITING)}
+
+
+def test_many_who_wait_are_woken_once_each(server: StoreHost) -> None:
+    """One set, 500 answers of one byte; nothing follows when the key is set again."""
+    store = server.open()
+    with ExitStack() as opened:
+        waiters = [opened.enter_context(store.raw()) for _ in range(500)]
+        for one in waiters:
+            assert one.exchange(wait(b"k")) == Reply(b"")
+        with store.raw() as other:
+            other.exchange(set_(b"k", b"v"), set_(b"k", b"w"), delete(b"k"), set_(b"k", b"x"))
+        assert {one.settled() for one in waiters} == {Reply(STOP_WAITING)}
