@@ -22,8 +22,8 @@ from .raw import PATIENCE_S
 from .servers import ROOT, RunningStore, files_only, quiet
 from .values import from_line, from_plain, to_line, to_plain
 
-# poll, ppoll, recvfrom: what a client of torch's sleeps in while a server lets it wait.
-_SLEEPING = {"x86_64": {"7", "271", "45"}, "aarch64": {"73", "207"}}
+# poll and ppoll: what a client of torch's sleeps in while it waits for keys. For any other answer it sleeps in recvfrom.
+_SLEEPING = {"x86_64": {"7", "271"}, "aarch64": {"73"}}
 
 
 class StoreError(Exception):
@@ -71,7 +71,7 @@ class Client:
         return other
 
     def asleep(self) -> None:
-        """Wait until its call has sent all that it has to send, and sleeps until the server answers."""
+        """Wait until its call has sent what it has to send, and sleeps until keys come."""
         numbers = _SLEEPING.get(platform.machine())
         doing = Path(f"/proc/{self._clients.pid}/task/{self._thread}/syscall")
         pause = threading.Event()
