@@ -22,7 +22,7 @@ from .raw import PATIENCE_S
 from .servers import ROOT, RunningStore, files_only, quiet
 from .values import from_line, from_plain, to_line, to_plain
 
-# poll and ppoll: what a client of torch's sleeps in while it waits for keys. For any other answer it sleeps in recvfrom.
+# poll and ppoll: what a client of torch's sleeps in while it waits for keys. For other answers it sleeps in recvfrom.
 _SLEEPING = {"x86_64": {"7", "271"}, "aarch64": {"73"}}
 
 

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 MAGIC = 0x3C85F7CE
 MAX_KEY = 8 * 1024
 MAX_VALUE = 8 * 1024 * 1024
