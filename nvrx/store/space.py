@@ -69,9 +69,7 @@ class KeySpace:
     def add(self, key: bytes, amount: int) -> int:
         """The sum, kept as decimal text. Raises BadCommand where there is no number."""
         found = self.values.get(key)
-        total = amount if found is None else _number(key, found) + amount
-        if not _I64_MIN <= total <= _I64_MAX:
-            total = (total - _I64_MIN) % 2**64 + _I64_MIN  # as in two's complement
+        total = amount if found is None else _wrapped(_number(key, found) + amount)
         self._put(key, b"%d" % total)
         if self._waiting:
             self._wake_all(key)
@@ -96,15 +94,15 @@ class KeySpace:
     # ---- queues -------------------------------------------------------------------------------------------
 
     def queue_push(self, key: bytes, value: bytes) -> None:
-        """Wakes the one who has waited longest."""
+        """Wakes the one who has waited longest of those that wait for nothing else."""
         queue = self._queues.get(key)
         self._grow(key, (QUEUE_BYTES if queue is None else 0) + ENTRY_BYTES + len(key) + len(value))
         if queue is None:
             queue = self._queues[key] = deque()
         queue.append(value)
-        waiting = self._waiting.get(key)
-        if waiting:
-            self._arrived(key, next(iter(waiting)))
+        for waiter in tuple(self._waiting.get(key, ())):
+            if self._arrived(key, waiter):
+                break
 
     def queue_pop(self, key: bytes) -> tuple[int, bytes | None]:
         """The length before, and the oldest value if there is one."""
@@ -147,7 +145,7 @@ class KeySpace:
     def barrier(self, waiter: Waiter, key: bytes, world: int) -> bool:
         """Count an arrival under the key; True for the one that fills the world, who wakes all others."""
         found = self.values.get(key)
-        count = (0 if found is None else _number(key, found)) + 1
+        count = 1 if found is None else _wrapped(_number(key, found) + 1)
         self._put(key, b"%d" % count)
         self.cancel(waiter)
         if count >= world:
@@ -173,15 +171,18 @@ class KeySpace:
             if waiter in self._waiting.get(key, ()):  # and has not been cancelled by one woken before
                 self._arrived(key, waiter)
 
-    def _arrived(self, key: bytes, waiter: Waiter) -> None:
+    def _arrived(self, key: bytes, waiter: Waiter) -> bool:
+        """Whether that was the last key that the waiter had waited for."""
         waiting = self._waiting[key]
         del waiting[waiter]
         if not waiting:
             del self._waiting[key]
         waiter.missing -= 1
-        if not waiter.missing:
-            waiter.keys = ()
-            waiter.wake()
+        if waiter.missing:
+            return False
+        waiter.keys = ()
+        waiter.wake()
+        return True
 
     # ---- room ---------------------------------------------------------------------------------------------
 
@@ -195,6 +196,11 @@ class KeySpace:
         if self.held_bytes + growth > self._max_bytes:
             raise BadCommand(f"the store would hold more than {self._max_bytes} bytes with key {key[:64]!a}")
         self.held_bytes += growth
+
+
+def _wrapped(total: int) -> int:
+    """In 64 bits, as two's complement."""
+    return total if _I64_MIN <= total <= _I64_MAX else (total - _I64_MIN) % 2**64 + _I64_MIN
 
 
 def _number(key: bytes, value: bytes) -> int:

@@ -333,7 +333,6 @@ DEVIATIONS = frozenset(
         "the keys of two waits count for the second",
         "an answer to a second wait leaves the first",
         "arriving twice is two arrivals",
-        "the count of a barrier wraps around",
         "two barriers of one connection have one answer",
         # A wait ends when all of its keys have come, never for another's, and each counts once.
         "a push ends the later wait of who was woken by one before",
