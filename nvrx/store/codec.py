@@ -9,6 +9,8 @@ of keys goes on where it stopped.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice, repeat
 from typing import Any, TypeAlias
 
 from .opcodes import GRAMMAR, MAX_COMMAND_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES, Kind, Opcode
@@ -32,8 +34,6 @@ _STEP = {
     Kind.PAIRS: _READ_PAIRS,
 }
 _STEPS: list[tuple[int, ...]] = [tuple(_STEP[kind] for kind in GRAMMAR[opcode]) for opcode in Opcode]
-# The limits of the entries that follow one another in a list.
-_ENTRIES = {_READ_KEYS: (MAX_KEY_BYTES,), _READ_PAIRS: (MAX_KEY_BYTES, MAX_VALUE_BYTES)}
 
 
 class BadCommand(Exception):
@@ -43,12 +43,12 @@ class BadCommand(Exception):
 class _OpenList:
     """KEYS or PAIRS of which not all entries are there yet."""
 
-    __slots__ = ("command", "entries", "length", "limits", "size")
+    __slots__ = ("command", "entries", "length", "size", "step")
 
-    def __init__(self, command: Command, limits: tuple[int, ...], length: int) -> None:
+    def __init__(self, command: Command, step: int, entries: list[bytes], length: int) -> None:
         self.command = command
-        self.limits = limits
-        self.entries: list[bytes] = []
+        self.step = step
+        self.entries = entries
         self.length = length
         self.size = 0
 
@@ -94,9 +94,7 @@ class Parser:
     def _parse(self, data: bytes, commands: list[Command]) -> int:
         """Take what is whole; where the rest begins. Sets how much of the rest is needed to go on."""
         end = len(data)
-        position = 0
-        if self._list is not None:
-            position = self._parse_list(self._list, data, 0, commands)
+        position = 0 if self._list is None else self._go_on(self._list, data, commands)
         while position < end and self._list is None:
             start = position
             opcode = data[position]
@@ -126,63 +124,75 @@ class Parser:
                     command.append(_read_u32(data, position)[0])
                     position = after
                 else:
-                    self._list = _open_list(command, step, _read_u64(data, position)[0])
-                    position = self._parse_list(self._list, data, after, commands)
-                    break
+                    (count,) = _read_u64(data, position)
+                    if count > MAX_KEYS:
+                        raise BadCommand(f"{Opcode(opcode).name} announces {count} keys; the limit is {MAX_KEYS}")
+                    length = count if step == _READ_KEYS else 2 * count
+                    entries: list[bytes] = []
+                    position = _take_entries(opcode, _limits(step, 0, length), data, after, entries)
+                    if len(entries) < length:
+                        self._list = _OpenList(command, step, entries, length)
+                        self._wait_for_entry(self._list, data, after, position)
+                        return position
+                    command.append(entries)
             else:
                 commands.append(command)
         return position
 
-    def _parse_list(self, open_list: _OpenList, data: bytes, position: int, commands: list[Command]) -> int:
-        """Take whole entries; the list is closed, and its command complete, with the last."""
-        end = len(data)
-        start = position
-        entries, limits, period = open_list.entries, open_list.limits, len(open_list.limits)
-        while len(entries) < open_list.length:
-            after = position + _PREFIX
-            if after > end:
-                self._needed = _PREFIX
-                break
-            limit = limits[len(entries) % period]
-            (length,) = _read_u64(data, position)
-            if length > limit:
-                raise BadCommand(f"{Opcode(open_list.command[0]).name} announces {length} bytes; the limit is {limit}")
-            if after + length > end:
-                self._needed = _PREFIX + length
-                break
-            entries.append(data[after : after + length])
-            position = after + length
-        else:
-            open_list.command.append(entries)
-            commands.append(open_list.command)
+    def _go_on(self, open_list: _OpenList, data: bytes, commands: list[Command]) -> int:
+        """Take what has come of a list; with its last entry its command is whole."""
+        command, entries, length = open_list.command, open_list.entries, open_list.length
+        position = _take_entries(command[0], _limits(open_list.step, len(entries), length), data, 0, entries)
+        self._wait_for_entry(open_list, data, 0, position)
+        if len(entries) == length:
             self._list = None
+            command.append(entries)
+            commands.append(command)
+        return position
+
+    def _wait_for_entry(self, open_list: _OpenList, data: bytes, start: int, position: int) -> None:
+        """Count what was taken from `start` to `position`, and see what the entry there needs to be whole."""
         open_list.size += position - start
         if open_list.size > MAX_COMMAND_BYTES:
             raise BadCommand(
                 f"{Opcode(open_list.command[0]).name} is over {MAX_COMMAND_BYTES} bytes, the limit of one command"
             )
-        return position
+        after = position + _PREFIX
+        self._needed = _PREFIX if after > len(data) else _PREFIX + _read_u64(data, position)[0]
 
 
-def _open_list(command: Command, step: int, count: int) -> _OpenList:
-    if count > MAX_KEYS:
-        raise BadCommand(f"{Opcode(command[0]).name} announces {count} keys; the limit is {MAX_KEYS}")
-    limits = _ENTRIES[step]
-    return _OpenList(command, limits, count * len(limits))
+def _limits(step: int, taken: int, length: int) -> Iterator[int]:
+    """Of the entries of a list of KEYS or PAIRS that are still to be taken."""
+    if step == _READ_KEYS:
+        return repeat(MAX_KEY_BYTES, length - taken)
+    odd = taken % 2
+    return islice(cycle((MAX_KEY_BYTES, MAX_VALUE_BYTES)), odd, odd + length - taken)
+
+
+def _take_entries(opcode: int, limits: Iterator[int], data: bytes, position: int, entries: list[bytes]) -> int:
+    """Append the entries that are whole; where the rest begins."""
+    end = len(data)
+    for limit in limits:
+        after = position + _PREFIX
+        if after > end:
+            break
+        (length,) = _read_u64(data, position)
+        if length > limit:
+            raise BadCommand(f"{Opcode(opcode).name} announces {length} bytes; the limit is {limit}")
+        following = after + length
+        if following > end:
+            break
+        entries.append(data[after:following])
+        position = following
+    return position
 
 
 def text(value: bytes) -> bytes:
     """A key or value as it is written: its length, then its bytes."""
-    return _U64.pack(len(value)) + value
+    return u64(len(value)) + value
 
 
-def i64(number: int) -> bytes:
-    return _I64.pack(number)
-
-
-def u32(number: int) -> bytes:
-    return _U32.pack(number)
-
-
-def u64(number: int) -> bytes:
-    return _U64.pack(number)
+# Numbers as they are written.
+u32: Callable[[int], bytes] = _U32.pack
+i64: Callable[[int], bytes] = _I64.pack
+u64: Callable[[int], bytes] = _U64.pack
