@@ -83,7 +83,7 @@ def headline(facts: dict[str, object]) -> str:
 
 NOTES = [
     "get is WAIT and GET, multi_get is WAIT and MULTI_GET, as torch's client does them: two round trips; set is SET, "
-    "which is not answered, and CHECK in the same write",
+    "which is not answered, and a CHECK after it",
     "clients and server share the machine's cores, and with many clients the rate is as much theirs as the server's: "
     "the CPU time per operation is the scheduler's account of all the server's threads, and the better figure",
     "kernel memory of sockets is not in the resident memory of either",

@@ -22,6 +22,11 @@ _I64 = struct.Struct("<q")
 _U64 = struct.Struct("<Q")
 _read_u32, _read_i64, _read_u64 = _U32.unpack_from, _I64.unpack_from, _U64.unpack_from
 _PREFIX = _U64.size
+# A command about one key begins with its opcode and the key's length, or with a count of 1 and then that length.
+_LONE = struct.Struct("<BQQ")
+_read_lone, _LONE_BYTES = _LONE.unpack_from, _LONE.size
+_SET, _GET, _ADD = Opcode.SET.value, Opcode.GET.value, Opcode.ADD.value
+_WAIT_CHECK = (Opcode.WAIT.value, Opcode.CHECK.value)
 
 # A field of a command as the parser sees it: a limit above 0 is that of a length prefix.
 _READ_U32, _READ_I64, _READ_KEYS, _READ_PAIRS = 0, -1, -2, -3
@@ -52,6 +57,14 @@ class _OpenList:
         self.length = length
         self.size = 0
 
+    def grow(self, size: int) -> None:
+        """Raises BadCommand where that is too much."""
+        self.size += size
+        if self.size > MAX_COMMAND_BYTES:
+            raise BadCommand(
+                f"{Opcode(self.command[0]).name} is over {MAX_COMMAND_BYTES} bytes, the limit of one command"
+            )
+
 
 class Parser:
     """The commands of one connection."""
@@ -73,7 +86,10 @@ class Parser:
 
     def feed(self, data: bytes) -> list[Command]:
         """The commands that are whole now, up to the first that is none: then `failure` is set."""
-        if self._held:
+        if not self._held:
+            if self._list is None and (lone := _lone(data)) is not None:
+                return [lone]
+        else:
             self._held += len(data)
             self._chunks.append(data)
             if self._held < self._needed:
@@ -130,9 +146,10 @@ class Parser:
                     length = count if step == _READ_KEYS else 2 * count
                     entries: list[bytes] = []
                     position = _take_entries(opcode, _limits(step, 0, length), data, after, entries)
-                    if len(entries) < length:
+                    if len(entries) < length or position - after > MAX_COMMAND_BYTES:
                         self._list = _OpenList(command, step, entries, length)
-                        self._wait_for_entry(self._list, data, after, position)
+                        self._list.grow(position - after)
+                        self._needed = _entry_size(data, position)
                         return position
                     command.append(entries)
             else:
@@ -143,22 +160,35 @@ class Parser:
         """Take what has come of a list; with its last entry its command is whole."""
         command, entries, length = open_list.command, open_list.entries, open_list.length
         position = _take_entries(command[0], _limits(open_list.step, len(entries), length), data, 0, entries)
-        self._wait_for_entry(open_list, data, 0, position)
-        if len(entries) == length:
+        open_list.grow(position)
+        if len(entries) < length:
+            self._needed = _entry_size(data, position)
+        else:
             self._list = None
             command.append(entries)
             commands.append(command)
         return position
 
-    def _wait_for_entry(self, open_list: _OpenList, data: bytes, start: int, position: int) -> None:
-        """Count what was taken from `start` to `position`, and see what the entry there needs to be whole."""
-        open_list.size += position - start
-        if open_list.size > MAX_COMMAND_BYTES:
-            raise BadCommand(
-                f"{Opcode(open_list.command[0]).name} is over {MAX_COMMAND_BYTES} bytes, the limit of one command"
-            )
-        after = position + _PREFIX
-        self._needed = _PREFIX if after > len(data) else _PREFIX + _read_u64(data, position)[0]
+
+def _lone(data: bytes) -> Command | None:
+    """The usual chunk, by a way of half the cost: one whole command about one key. None: to be parsed as all others."""
+    end = len(data)
+    if end < _LONE_BYTES:
+        return None
+    opcode, size, size_in_list = _read_lone(data)
+    if opcode in _WAIT_CHECK:
+        if size == 1 and size_in_list == end - _LONE_BYTES <= MAX_KEY_BYTES:
+            return [opcode, [data[_LONE_BYTES:]]]
+    elif size <= MAX_KEY_BYTES:
+        key_end = 1 + _PREFIX + size
+        if opcode == _GET and key_end == end:
+            return [opcode, data[1 + _PREFIX :]]
+        value = key_end + 8
+        if opcode == _ADD and value == end:
+            return [opcode, data[1 + _PREFIX : key_end], _read_i64(data, key_end)[0]]
+        if opcode == _SET and value <= end and _read_u64(data, key_end)[0] == end - value <= MAX_VALUE_BYTES:
+            return [opcode, data[1 + _PREFIX : key_end], data[value:]]
+    return None
 
 
 def _limits(step: int, taken: int, length: int) -> Iterator[int]:
@@ -167,6 +197,11 @@ def _limits(step: int, taken: int, length: int) -> Iterator[int]:
         return repeat(MAX_KEY_BYTES, length - taken)
     odd = taken % 2
     return islice(cycle((MAX_KEY_BYTES, MAX_VALUE_BYTES)), odd, odd + length - taken)
+
+
+def _entry_size(data: bytes, position: int) -> int:
+    """What the entry here must have to be whole, or its length."""
+    return _PREFIX if position + _PREFIX > len(data) else _PREFIX + _read_u64(data, position)[0]
 
 
 def _take_entries(opcode: int, limits: Iterator[int], data: bytes, position: int, entries: list[bytes]) -> int:
