@@ -6,7 +6,6 @@ Bytes go in by `feed`; replies leave by `send`, also later, when what WAIT or BA
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import TypeAlias
 
 from .codec import BadCommand, Command, Parser, i64, text, u32, u64
@@ -116,11 +115,14 @@ class Session:
     def _multi_get(self, command: Command) -> bytes:
         _, keys = command
         values = self._space.values
-        found = [values.get(key, b"") for key in keys]
-        sizes = [len(value) for value in found]
-        if sum(sizes) + 8 * len(sizes) > MAX_REPLY_BYTES:
+        parts: list[bytes] = []
+        for key in keys:
+            value = values.get(key, b"")
+            parts.append(u64(len(value)))
+            parts.append(value)
+        if sum(map(len, parts)) > MAX_REPLY_BYTES:
             raise BadCommand(f"MULTI_GET asks for more than {MAX_REPLY_BYTES} bytes, the limit of one reply")
-        return b"".join(chain.from_iterable(zip(map(u64, sizes), found, strict=True)))
+        return b"".join(parts)
 
     def _multi_set(self, command: Command) -> None:
         _, pairs = command

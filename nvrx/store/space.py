@@ -193,6 +193,8 @@ class KeySpace:
 
 
 def _number(key: bytes, value: bytes) -> int:
+    if len(value) <= 18 and value.isdigit():
+        return int(value)
     found = _NUMBER.match(value)
     number = int(found[1]) if found is not None and len(found[1]) <= 20 else None
     if number is None or not _I64_MIN <= number <= _I64_MAX:
