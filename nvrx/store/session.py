@@ -6,6 +6,7 @@ Bytes go in by `feed`; replies leave by `send`, also later, when what WAIT or BA
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from .codec import BadCommand, Command, Parser, i64, text, u32, u64
@@ -23,7 +24,7 @@ class Session:
         self._send = send
         self._guard = None if may_write_all else space.read_only_below
         self._parser = Parser()
-        self._waiter = Waiter(self._woken)
+        self._waiter = Waiter(partial(send, STOP_WAITING))
         self._validated = False
 
     @property
@@ -55,9 +56,6 @@ class Session:
         if command[0] != Opcode.VALIDATE or command[1] != MAGIC:
             raise BadCommand("the connection does not begin as torch's store clients do")
         self._validated = True
-
-    def _woken(self) -> None:
-        self._send(STOP_WAITING)
 
     def _check_writable(self, key: bytes) -> None:
         if self._guard is not None and key.startswith(self._guard):

@@ -22,7 +22,7 @@ class Waiter:
 
     __slots__ = ("keys", "missing", "wake")
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], object]) -> None:
         self.wake = wake
         self.keys: tuple[bytes, ...] = ()
         self.missing = 0
