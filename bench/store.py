@@ -37,7 +37,7 @@ _PARTS = ("operations", "bursts", "late", "memory")
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--reps", type=int, default=5, help="of each measurement (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.25, help="per operation, each time (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="per operation, each time (default %(default)s)")
     parser.add_argument("--kinds", default="bridge,torch", help=f"of {','.join(KINDS)} (default %(default)s)")
     parser.add_argument("--parts", default=",".join(_PARTS), help="comma-separated (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single figure there")
@@ -115,9 +115,11 @@ def late_names(kinds: Sequence[str], reps: int, scratch: Path) -> Iterator[Sampl
 
 def collect(options: argparse.Namespace, scratch: Path) -> list[Sample]:
     samples = []
+    started_s = time.monotonic()
     for sample in measure(options, scratch):
         samples.append(sample)
-        say(f"{sample.kind} {sample.rep + 1}: {sample.measure} {sample.value:,.1f}")
+        elapsed_s = time.monotonic() - started_s
+        say(f"{elapsed_s:.0f} s, {sample.kind} {sample.rep + 1}: {sample.measure} {sample.value:,.1f}")
     return samples
 
 

@@ -11,7 +11,7 @@ from .store_measure import ANSWER_AFTER_S, BURST, CLIENTS, CONNECTIONS, KEYS, Sa
 
 _LABEL_WIDTH = 22
 _LONG_LABEL_WIDTH = 58
-_CELL_WIDTH = 22
+_CELL_WIDTH = 24
 OURS, THEIRS = "bridge", "torch"
 
 
@@ -50,10 +50,12 @@ def spread(samples: Sequence[Sample], kind: str, measure: Measure) -> Spread | N
     return Spread.of([one.value for one in samples if (one.kind, one.measure) == (kind, measure.key)])
 
 
-def ratio(samples: Sequence[Sample], measure: Measure) -> float | None:
-    """Our median to torch's."""
-    ours, theirs = (spread(samples, kind, measure) for kind in (OURS, THEIRS))
-    return ours.median / theirs.median if ours and theirs and theirs.median else None
+def ratio(samples: Sequence[Sample], measure: Measure) -> Spread | None:
+    """Ours to torch's, of each repetition: the two were measured one after the other, under the same load."""
+    values = {(one.kind, one.rep): one.value for one in samples if one.measure == measure.key}
+    reps = sorted({rep for _, rep in values})
+    pairs = [(values.get((OURS, rep)), values.get((THEIRS, rep))) for rep in reps]
+    return Spread.of([ours / theirs for ours, theirs in pairs if ours is not None and theirs])
 
 
 def _cell(one: Spread | None, digits: int) -> str:
@@ -75,8 +77,7 @@ def table(title: str, samples: Sequence[Sample], kinds: Sequence[str], measures:
         found = [spread(samples, kind, measure) for kind in kinds]
         if any(found):
             cells = [_cell(one, measure.digits) for one in found]
-            quotient = ratio(samples, measure)
-            lines.append(_row(measure.label, width, [*cells, "-" if quotient is None else f"{quotient:.2f}"]))
+            lines.append(_row(measure.label, width, [*cells, _cell(ratio(samples, measure), 2)]))
     head = [title, _row("median (min-max)", width, [*kinds, f"{OURS} / {THEIRS}"])]
     return "\n".join([*head, *lines]) if lines else ""
 

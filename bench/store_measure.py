@@ -76,26 +76,22 @@ def bursts(kinds: Sequence[str], reps: int, directory: Path) -> Iterator[Sample]
 
 
 def memory(kinds: Sequence[str], reps: int, directory: Path) -> Iterator[Sample]:
-    """Resident memory: empty, with connections, and, in another process, with keys."""
+    """Resident memory: empty, with connections, and with keys on top."""
     for rep in range(reps):
         for kind in in_turn(kinds, rep):
-            server = Server(kind, directory / f"{kind}-connections-{rep}")
+            server = Server(kind, directory / f"{kind}-memory-{rep}")
             generator = Generator(server, directory / "load.log")
             empty_mb = server.rss_mb()
             for _ in range(CONNECTIONS // AT_ONCE):
                 generator.do("connect", connections=AT_ONCE, limit_s=_LIMIT_S)
-            full_mb = server.rss_mb()
+            connected_mb = server.rss_mb()
+            filled = generator.do("fill", keys=KEYS)
+            filled_mb = server.rss_mb()
             _close([generator, server])
             yield Sample(kind, rep, "empty/mb", empty_mb)
-            yield Sample(kind, rep, "connections/mb", full_mb)
-            yield Sample(kind, rep, "connection/kb", (full_mb - empty_mb) / CONNECTIONS * 1e3)
-
-            server = Server(kind, directory / f"{kind}-keys-{rep}")
-            generator = Generator(server, directory / "load.log")
-            empty_mb = server.rss_mb()
-            filled = generator.do("fill", keys=KEYS)
-            yield Sample(kind, rep, "key/bytes", (server.rss_mb() - empty_mb) / filled.count * 1e6)
-            _close([generator, server])
+            yield Sample(kind, rep, "connections/mb", connected_mb)
+            yield Sample(kind, rep, "connection/kb", (connected_mb - empty_mb) / CONNECTIONS * 1e3)
+            yield Sample(kind, rep, "key/bytes", (filled_mb - connected_mb) / filled.count * 1e6)
 
 
 def late_names(kinds: Sequence[str], reps: int, directory: Path) -> Iterator[Sample]:
