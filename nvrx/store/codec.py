@@ -148,11 +148,10 @@ class Parser:
                         raise BadCommand(f"{Opcode(opcode).name} announces {count} keys; the limit is {MAX_KEYS}")
                     length = count if step == _READ_KEYS else 2 * count
                     entries: list[bytes] = []
-                    position = _take_entries(opcode, step, length, data, after, entries)
+                    position = self._take_entries(opcode, step, length, data, after, entries)
                     if len(entries) < length or position - after > MAX_COMMAND_BYTES:
                         self._list = _OpenList(command, step, entries, length)
                         self._list.grow(position - after)
-                        self._needed = _entry_size(data, position)
                         return position
                     command.append(entries)
             else:
@@ -162,14 +161,44 @@ class Parser:
     def _go_on(self, open_list: _OpenList, data: bytes, commands: list[Command]) -> int:
         """Take what has come of a list; with its last entry its command is whole."""
         command, entries, length = open_list.command, open_list.entries, open_list.length
-        position = _take_entries(command[0], open_list.step, length, data, 0, entries)
+        position = self._take_entries(command[0], open_list.step, length, data, 0, entries)
         open_list.grow(position)
-        if len(entries) < length:
-            self._needed = _entry_size(data, position)
-        else:
+        if len(entries) == length:
             self._list = None
             command.append(entries)
             commands.append(command)
+        return position
+
+    def _take_entries(
+        self, opcode: int, step: int, length: int, data: bytes, position: int, entries: list[bytes]
+    ) -> int:
+        """Append the entries that are whole, up to `length` in all; where the rest begins."""
+        while True:
+            if step == _READ_KEYS:
+                position = _take_blocks(length, data, position, entries)
+            wanted = min(len(entries) + _BLOCK, length)
+            position = self._take_one_by_one(opcode, _limits(step, len(entries), wanted), data, position, entries)
+            if len(entries) == length or len(entries) < wanted:
+                return position
+
+    def _take_one_by_one(
+        self, opcode: int, limits: Iterator[int], data: bytes, position: int, entries: list[bytes]
+    ) -> int:
+        end = len(data)
+        for limit in limits:
+            after = position + _PREFIX
+            if after > end:
+                self._needed = _PREFIX
+                break
+            (size,) = _read_u64(data, position)
+            if size > limit:
+                raise BadCommand(f"{Opcode(opcode).name} announces {size} bytes; the limit is {limit}")
+            following = after + size
+            if following > end:
+                self._needed = _PREFIX + size
+                break
+            entries.append(data[after:following])
+            position = following
         return position
 
 
@@ -202,26 +231,10 @@ def _limits(step: int, taken: int, length: int) -> Iterator[int]:
     return islice(cycle((MAX_KEY_BYTES, MAX_VALUE_BYTES)), odd, odd + length - taken)
 
 
-def _entry_size(data: bytes, position: int) -> int:
-    """What the entry here must have to be whole, or its length."""
-    return _PREFIX if position + _PREFIX > len(data) else _PREFIX + _read_u64(data, position)[0]
-
-
-def _take_entries(opcode: int, step: int, length: int, data: bytes, position: int, entries: list[bytes]) -> int:
-    """Append the entries that are whole, up to `length` in all; where the rest begins."""
-    while True:
-        if step == _READ_KEYS:
-            position = _take_blocks(length, data, position, entries)
-        wanted = min(len(entries) + _BLOCK, length)
-        position = _take_one_by_one(opcode, _limits(step, len(entries), wanted), data, position, entries)
-        if len(entries) == length or len(entries) < wanted:
-            return position
-
-
 def _take_blocks(length: int, data: bytes, position: int, entries: list[bytes]) -> int:
     """Take keys as long as _BLOCK in a row are of one length, as the keys of ranks mostly are: at half the cost."""
     end = len(data)
-    while len(entries) + _BLOCK <= length and position + _PREFIX <= end:
+    while len(entries) + _BLOCK <= length and position + _BLOCK * _PREFIX <= end:
         (size,) = _read_u64(data, position)
         following = position + _BLOCK * (_PREFIX + size)
         if size > MAX_KEY_BYTES or following > end:
@@ -237,23 +250,6 @@ def _take_blocks(length: int, data: bytes, position: int, entries: list[bytes]) 
 @lru_cache(maxsize=256)
 def _block(size: int) -> struct.Struct:
     return struct.Struct("<" + f"Q{size}s" * _BLOCK)
-
-
-def _take_one_by_one(opcode: int, limits: Iterator[int], data: bytes, position: int, entries: list[bytes]) -> int:
-    end = len(data)
-    for limit in limits:
-        after = position + _PREFIX
-        if after > end:
-            break
-        (size,) = _read_u64(data, position)
-        if size > limit:
-            raise BadCommand(f"{Opcode(opcode).name} announces {size} bytes; the limit is {limit}")
-        following = after + size
-        if following > end:
-            break
-        entries.append(data[after:following])
-        position = following
-    return position
 
 
 def text(value: bytes) -> bytes:
