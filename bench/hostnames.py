@@ -12,6 +12,7 @@ import fcntl
 import os
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
@@ -81,8 +82,10 @@ def _replace(scratch: Path, namespaces: int, files: Mapping[Path, str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(namespaces), "unshare")
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount --make-rprivate /")
+    # Not where another call put them: those files are mounted as they are, and whoever started us reads them.
+    own = Path(tempfile.mkdtemp(prefix="names-", dir=scratch))
     for path, content in files.items():
-        replacement = scratch / path.name
+        replacement = own / path.name
         replacement.write_text(content)
         _check(libc.mount(bytes(replacement), bytes(path), None, _MS_BIND, None), f"mount on {path}")
 
