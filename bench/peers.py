@@ -117,7 +117,7 @@ class Torchrun(Peer):
 
 class Nvrx(Peer):
     name = "nvrx"
-    note = "nvrx: journal in SQLite at synchronous=FULL; --store rank0: rank 0's worker hosts torch's store"
+    note = "nvrx: journal in SQLite at synchronous=FULL; --store bridge: a process of its own serves the store"
 
     def start(self) -> None:
         address = self._start_coordinator()
@@ -139,7 +139,7 @@ class Nvrx(Peer):
 
     def _start_coordinator(self) -> str:
         argv = [sys.executable, "-m", "nvrx.server.cli", "serve", "--listen", "127.0.0.1:0", "--http", "off"]
-        argv += ["--store", "rank0", "--state-dir", str(self.directory / "state")]
+        argv += ["--state-dir", str(self.directory / "state")]
         process = self._start("coordinator", argv, stdout=subprocess.PIPE)
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], _READY_TIMEOUT_S)

@@ -392,7 +392,7 @@ class NodeAgent:
 
     def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
         files, config = life.files, self._config
-        place = Place(life.joined.run_id, life.command.node.node_id, str(self._coordinator.endpoint))
+        place = Place(life.joined.run_id, life.command.node.node_id, self._coordinator.endpoint)
         failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
         specs = []
         for index in range(given.workers_per_node):

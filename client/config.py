@@ -18,6 +18,7 @@ from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import NodeId, name_problem
 from nvrx.core.shape import NodeCounts, SettingsWish, Shape
 from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources
+from nvrx.runtime_dir import runtime_dir
 
 DEFAULT_STOP_GRACE_S = 15.0
 DEFAULT_COORDINATOR_GRACE_S = 600.0
@@ -104,7 +105,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         argv=_argv(options.command, env),
         environment=dict(env),
         working_directory=os.getcwd(),
-        runtime_dir=Path(env.get("XDG_RUNTIME_DIR") or "/tmp") / f"nvrx-{os.getuid()}",
+        runtime_dir=Path(runtime_dir(env)),
     )
     _require_writable(options.log_dir)
     return config

@@ -34,6 +34,7 @@ def with_local_coordinator(options: JoinOptions) -> Iterator[JoinOptions]:
     host = options.coordinators[0].host
     listen = f"[{host}]:0" if ":" in host else f"{host}:0"
     command = [sys.executable, "-c", _START, "serve", "--listen", listen, "--state", "memory", "--once"]
+    command += ["--store", "rank0"]  # one node: nothing has to outlive it
     process = subprocess.Popen(
         [*command, "--log-level", "warning"],
         stdin=subprocess.DEVNULL,

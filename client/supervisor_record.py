@@ -10,10 +10,11 @@ import json
 import os
 import re
 import signal
-import stat as file_modes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from nvrx.runtime_dir import make_private
 
 from .processes import (
     ProcessId,
@@ -57,7 +58,7 @@ class Record:
         self._identity = identity
         self._json_path = os.path.join(runtime_dir, key.encode() + b".json")
         try:
-            _make_private(runtime_dir)
+            make_private(runtime_dir)
             self._lock_fd = os.open(
                 os.path.join(runtime_dir, key.encode() + b".lock"),
                 os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
@@ -148,15 +149,6 @@ def _session_members(supervisor: ProcessId) -> list[ProcessId]:
         and is_running(stat)
         and environment_has(pid, entry)
     ]
-
-
-def _make_private(directory: bytes) -> None:
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    found = os.stat(directory)
-    if found.st_uid != os.geteuid():
-        raise PermissionError(1, "belongs to another user")
-    if file_modes.S_IMODE(found.st_mode) != 0o700:
-        os.chmod(directory, 0o700)
 
 
 def _plain(id: ProcessId) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import GlobalRank, GroupId, LocalRank, NodeId, RunId, global_rank
 from nvrx.core.ranks import Assignment
 
@@ -32,6 +33,7 @@ OURS = (
     "NVRX_RANK_MAP",
     "NVRX_FAILED_RANK_MAP",
     "NVRX_COORDINATOR",
+    "NVRX_STORE_ENDPOINT",
 )
 
 
@@ -50,7 +52,7 @@ class Place:
 
     run_id: RunId
     node_id: NodeId
-    coordinator: str
+    coordinator: HostPort
 
 
 def worker_environment(
@@ -58,6 +60,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """The whole environment of one worker."""
     rank: GlobalRank = global_rank(given.group_rank, local_rank, given.workers_per_node)
+    # torch's rank 0 hosts the store itself, unless told that somebody else does.
+    hosted = given.master is not None and given.master.lasting_port is not None
     env = {name: value for name, value in inherited.items() if name not in OURS}
     env |= {
         "RANK": str(rank),
@@ -72,8 +76,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(given.cycle),
         "TORCHELASTIC_MAX_RESTARTS": str(given.max_restarts),
-        # Rank 0's worker hosts the store: torch must not expect one that the agent serves.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_USE_AGENT_STORE": str(hosted),
         "TORCHELASTIC_ERROR_FILE": paths.error_file,
         "NVRX_RUN_ID": place.run_id,
         "NVRX_CYCLE": str(given.cycle),
@@ -81,13 +84,16 @@ def worker_environment(
         "NVRX_INFRA_RANK": str(given.infra_rank),
         "NVRX_REPLACEMENT_GROUP_ID": str(GroupId(given.replacement_group_id)),
         "NVRX_RANK_MAP": paths.rank_map,
-        "NVRX_COORDINATOR": place.coordinator,
+        "NVRX_COORDINATOR": str(place.coordinator),
     }
     if paths.failed_rank_map is not None:
         env["NVRX_FAILED_RANK_MAP"] = paths.failed_rank_map
     if given.master is not None:
-        env["MASTER_ADDR"] = given.master.address
+        address = given.master.address or place.coordinator.host
+        env["MASTER_ADDR"] = address
         env["MASTER_PORT"] = str(given.master.port)
+        if given.master.lasting_port is not None:
+            env["NVRX_STORE_ENDPOINT"] = str(HostPort(address, given.master.lasting_port))
     if given.workers_per_node > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env

@@ -45,10 +45,13 @@ from .services.join import JoinService
 from .services.later import PromoteService, StoreService
 from .services.rank_map import RankMapService
 from .services.run import RunService
+from .store_host.host import StoreConfig, StoreHost, StoreNotStarted, paths_for
+from .store_host.ports import PortRange
 
 log = logging.getLogger("nvrx.coord")
 
 STOP_WITHIN_S = 3.0
+STORE_LOG = "store.log"
 _GC_THRESHOLDS = (50_000, 20, 100)
 """Default thresholds put a full collection over all streams into broadcasts: 170 ms became 400 ms at 4,000."""
 
@@ -78,7 +81,11 @@ class ServeConfig:
     listen: HostPort
     state_dir: Path | None
     timing: Timing = Timing()
-    store: StoreMode = StoreMode.RANK0
+    store: StoreMode = StoreMode.BRIDGE
+    store_port: int = 0
+    store_ports: PortRange | None = None
+    advertise_addr: str | None = None
+    runtime_dir: str = ""
     run_id: RunId | None = None
     token: str | None = None
     once: bool = False
@@ -112,11 +119,16 @@ class Coordinator:
         interceptors = [RequireToken(config.token)] if config.token is not None else []
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
+        self._stores: StoreHost | None = None
         self.address = config.listen
 
     async def start(self) -> HostPort:
-        """Load the journal and listen; the address with its real port. Raises JournalError or AddressTaken."""
+        """Load the journal and listen; the address with its real port.
+
+        Raises JournalError, AddressTaken or StoreNotStarted, and then nothing is left that was started.
+        """
         self.engine.load()
+        self._stores = self._make_stores()
         self._register()
         listen = self._config.listen
         try:
@@ -128,6 +140,14 @@ class Coordinator:
             ) from error
         if port == 0:
             raise AddressTaken(f"cannot listen on {listen}; give another with --listen HOST:PORT")
+        if self._stores is not None:
+            try:
+                await self._stores.start()
+            except StoreNotStarted:
+                await self._server.stop(None)
+                raise
+            for hosted in self.engine.runs.values():
+                self._stores.observe(hosted)
         await self._server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.address = HostPort(listen.host, port)
@@ -146,6 +166,25 @@ class Coordinator:
         names = [service.full_name for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
         _enable_reflection([*names, health.SERVICE_NAME], server)
 
+    def _make_stores(self) -> StoreHost | None:
+        config = self._config
+        if not config.store.is_hosted:
+            return None
+        stores = StoreHost(
+            StoreConfig(
+                kind="torch" if config.store is StoreMode.TORCH else "bridge",
+                host=config.listen.host,
+                address=_told_address(config),
+                paths=paths_for(config.runtime_dir, self.engine.journal_id),
+                log_file=(config.state_dir or Path(config.runtime_dir)) / STORE_LOG,
+                lasting_port=config.store_port,
+                cycle_ports=config.store_ports,
+            ),
+            self.engine.offer_stores,
+        )
+        self.engine.observers.append(stores.observe)
+        return stores
+
     def stop(self) -> None:
         """End as asked (rule E7)."""
         self._stopping.set()
@@ -154,13 +193,15 @@ class Coordinator:
         """Serve until stopped. Raises JournalError when facts can no longer be kept."""
         deciding = asyncio.create_task(self.engine.serve(), name="engine")
         endings: list[asyncio.Task[object]] = [asyncio.create_task(self._stopping.wait(), name="stop")]
+        if self._stores is not None:
+            endings.append(asyncio.create_task(self._stores.keep(), name="stores"))
         if self._config.once:
             endings.append(asyncio.create_task(self._over(), name="once"))
         try:
             done, _ = await asyncio.wait([deciding, *endings], return_when=asyncio.FIRST_COMPLETED)
-            if deciding in done:
+            for task in done:
                 # Facts can no longer be kept: say nothing more (persist, then speak); agents carry on without us.
-                deciding.result()
+                task.result()
         finally:
             for task in (deciding, *endings):
                 task.cancel()
@@ -185,6 +226,8 @@ class Coordinator:
         self._heartbeats.close()
         self.engine.end_watches()
         await self._server.stop(STOP_WITHIN_S)
+        if self._stores is not None:
+            await self._stores.close()
         self.engine.close()
 
 
@@ -203,6 +246,12 @@ def _enable_reflection(names: list[str], server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((handler,))
 
 
+def _told_address(config: ServeConfig) -> str:
+    """What workers are told as the store's address; empty: where their node reaches this coordinator."""
+    everywhere = config.listen.host in {"0.0.0.0", "::"}
+    return config.advertise_addr or ("" if everywhere else config.listen.host)
+
+
 def _raise_descriptor_limit() -> None:
     """One descriptor per node: the soft limit of 1,024 is too few (rule J5)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -211,7 +260,7 @@ def _raise_descriptor_limit() -> None:
 
 
 async def serve(config: ServeConfig, version: str) -> None:
-    """Run a coordinator in this process until SIGTERM, SIGINT or its end. Raises JournalError, AddressTaken."""
+    """Run a coordinator in this process until SIGTERM, SIGINT or its end. Raises what `Coordinator.start` does."""
     _raise_descriptor_limit()
     gc.set_threshold(*_GC_THRESHOLDS)
     journal = open_journal(config)
@@ -221,7 +270,7 @@ async def serve(config: ServeConfig, version: str) -> None:
         loop.add_signal_handler(signum, coordinator.stop)
     try:
         address = await coordinator.start()
-    except (JournalError, AddressTaken):
+    except (JournalError, AddressTaken, StoreNotStarted):
         journal.close()
         raise
     print(f"nvrx-coord listening on {address}", flush=True)

@@ -28,7 +28,7 @@ from nvrx.commandline import (
     run,
     token_in,
 )
-from nvrx.core.endpoint import HostPort
+from nvrx.core.endpoint import MAX_PORT, HostPort
 from nvrx.core.ids import RunId, name_problem
 from nvrx.core.presence import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
@@ -37,9 +37,12 @@ from nvrx.core.presence import (
     StoreMode,
     Timing,
 )
+from nvrx.runtime_dir import runtime_dir
 
 from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
+from .store_host.host import StoreNotStarted
+from .store_host.ports import PortRange
 from .views import VIEWS
 
 PROGRAM = "nvrx-coord"
@@ -50,6 +53,21 @@ MEMORY = "memory"
 @click.version_option(package_name="nvrx", prog_name=PROGRAM)
 def nvrx_coord() -> None:
     """The coordinator: keeps training worlds alive, and remembers every cycle's rank map."""
+
+
+class PortRangeType(click.ParamType[PortRange]):
+    """LO-HI."""
+
+    name = "LO-HI"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PortRange:
+        low, dash, high = str(value).partition("-")
+        if not (dash and low.isascii() and low.isdigit() and high.isascii() and high.isdigit()):
+            self.fail(f"{value!a} is not a range of ports; give LO-HI, such as 29500-29599", param, ctx)
+        found = PortRange(int(low), int(high))
+        if not 0 < found.low <= found.high <= MAX_PORT:
+            self.fail(f"{value!a} is not a range within 1-{MAX_PORT}, lower end first", param, ctx)
+        return found
 
 
 _SERVE_EPILOG = """\b
@@ -80,10 +98,16 @@ Exit codes: 0 ended as asked, 1 failure, 2 usage, or port or state directory tak
 @option(
     "--store",
     type=click.Choice([one.value for one in StoreMode]),
-    default=StoreMode.RANK0.value,
+    default=StoreMode.BRIDGE.value,
     show_default=True,
-    help="Who hosts the workers' TCPStore: rank 0's worker, or nobody (MASTER_ADDR and MASTER_PORT pass as they are).",
+    help="Who hosts the workers' TCPStore: a process beside the coordinator (bridge: ours, torch: torch's own server), "
+    "rank 0's worker, or nobody (MASTER_ADDR and MASTER_PORT pass as they are).",
 )
+@option(
+    "--store-port", type=click.IntRange(0, MAX_PORT), default=0, help="Port of the lasting store; 0 picks a free one."
+)
+@option("--store-ports", type=PortRangeType(), help="Ports for the stores of cycles; default: any free ones.")
+@option("--advertise-addr", help="Address at which nodes reach this host; default: the one in --listen.")
 @option("--heartbeat-interval", type=Seconds(0.05), default=DEFAULT_HEARTBEAT_INTERVAL_S, show_default=True)
 @option(
     "--lease-ttl",
@@ -112,7 +136,7 @@ def serve_command(**given: Any) -> int:
     logs.start(given["log_level"], given["log_format"])
     try:
         asyncio.run(serve(config, program_version()))
-    except (StateTaken, AddressTaken) as error:
+    except (StateTaken, AddressTaken, StoreNotStarted) as error:
         raise Failed(str(error), EXIT_USAGE) from error
     except JournalError as error:
         raise Failed(str(error)) from error
@@ -147,6 +171,10 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
         state_dir=None if given["state"] == MEMORY else given["state_dir"],
         timing=timing,
         store=StoreMode(given["store"]),
+        store_port=given["store_port"],
+        store_ports=given["store_ports"],
+        advertise_addr=given["advertise_addr"],
+        runtime_dir=runtime_dir(os.environ),
         run_id=RunId(given["run_id"]) if given["run_id"] else None,
         token=token,
         once=given["once"],

@@ -20,7 +20,7 @@ from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
 from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
 from nvrx.core.join import check_join
 from nvrx.core.narrate import tell
-from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing
+from nvrx.core.presence import AgentPhase, HostedStores, Presence, StoreMode, Timing
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Run, evolve
@@ -263,6 +263,11 @@ class Engine:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Pending(run_id, command, answer))
         await answer
+
+    def offer_stores(self, run_id: RunId, stores: HostedStores) -> None:
+        """Tell a run what the store process has for it."""
+        self.runs[run_id].presence.stores = stores
+        self.nudge(run_id)
 
     def nudge(self, run_id: RunId) -> None:
         """Have the run decided anew; nobody waits for the answer."""

@@ -6,6 +6,7 @@ add. Pure: `now` is the run's clock, and Presence is only read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import reduce
 
@@ -22,6 +23,7 @@ from .facts import (
     NodeStopped,
     RunClosed,
     RunState,
+    WorkerExit,
     WorkersExited,
 )
 from .ids import Incarnation, NodeId
@@ -187,8 +189,21 @@ def _worker_ends_cycle(run: Run, presence: Presence, now: float) -> Iterator[Fac
     for node_id, exits in cycle.exits.items():
         failed = next((one for one in exits.values() if one.failed), None)
         if failed is not None:
-            yield CycleEnded(now, cycle.number, failure_of(cycle, node_id, failed, now))
+            failure = failure_of(cycle, node_id, failed, now)
+            if _store_explains(cycle, failed, presence):
+                failure = dataclasses.replace(failure, cause=Cause.STORE_LOST)
+            yield CycleEnded(now, cycle.number, failure)
             return
+
+
+def _store_explains(cycle: Cycle, failed: WorkerExit, presence: Presence) -> bool:
+    """I6: the cycle's store is gone, and the worker did not die of something that has nothing to do with it.
+
+    Python ends an unhandled error with an exit code; torch's own threads end it by SIGABRT.
+    """
+    master = cycle.master
+    is_gone = master is not None and master.lasting_port is not None and master.port in presence.stores.lost
+    return is_gone and failed.signal in {"", "SIGABRT"}
 
 
 def _all_finished(run: Run, presence: Presence, now: float) -> Iterator[Fact]:

@@ -37,6 +37,7 @@ class Cause(enum.Enum):
     WORKER_FAILED = "WORKER_FAILED"
     NODE_LOST = "NODE_LOST"
     NODE_LEFT = "NODE_LEFT"
+    STORE_LOST = "STORE_LOST"
     STOPPED = "STOPPED"
     SUCCEEDED = "SUCCEEDED"
 
@@ -148,10 +149,15 @@ class Standby:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the workers of a cycle find their store (MASTER_ADDR, MASTER_PORT)."""
+    """Where the workers of a cycle find their store (MASTER_ADDR, MASTER_PORT).
+
+    `lasting_port`: the coordinator hosts it, and its lasting store beside it; None: rank 0's worker hosts it. An empty
+    address is the host at which a node reaches the coordinator.
+    """
 
     address: str
     port: int
+    lasting_port: int | None = None
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _check_live_cycle(run: Run) -> None:
 
 
 def _check_masters(run: Run) -> None:
-    used = [one.master for one in run.cycles if one.master is not None]
+    used = [(one.master.address, one.master.port) for one in run.cycles if one.master is not None]
     require(len(set(used)) == len(used), "I2", f"two cycles share a store endpoint: {used}")
 
 

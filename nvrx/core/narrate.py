@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from .facts import (
@@ -63,6 +64,8 @@ def _exit(one: WorkerExit) -> str:
 def describe_failure(failure: Failure) -> str:
     """One line: what ended a cycle, and where."""
     where = f" on {failure.node_id}" if failure.node_id is not None else ""
+    if failure.cause is Cause.STORE_LOST:
+        return f"store lost: {describe_failure(dataclasses.replace(failure, cause=Cause.WORKER_FAILED))}"
     if failure.cause is not Cause.WORKER_FAILED:
         what = failure.cause.value.lower().replace("_", " ")
         return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"

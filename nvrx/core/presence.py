@@ -30,12 +30,36 @@ class AgentPhase(enum.Enum):
     FAILED = "FAILED"
     SUCCEEDED = "SUCCEEDED"
 
+    @property
+    def has_started(self) -> bool:
+        """Workers of the cycle told with it were started: nothing is left of earlier ones."""
+        return self is not AgentPhase.IDLE and self is not AgentPhase.STARTING
+
 
 class StoreMode(enum.Enum):
     """Who hosts the TCPStore that workers of a cycle meet at (rule I1)."""
 
+    BRIDGE = "bridge"
+    TORCH = "torch"
     RANK0 = "rank0"
     OFF = "off"
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator has it served, by a process of its own."""
+        return self in {StoreMode.BRIDGE, StoreMode.TORCH}
+
+
+@dataclass(frozen=True)
+class HostedStores:
+    """What the coordinator's store process offers a run now. `lost`: its earlier ports that died with a process."""
+
+    address: str = ""
+    lasting_port: int | None = None
+    ports: tuple[int, ...] = ()
+    lost: frozenset[int] = frozenset()
+    problem: str = ""
+    """Why no port can be had."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,7 @@ class Presence:
     store: StoreMode = StoreMode.RANK0
     nodes: dict[NodeId, NodePresence] = field(default_factory=dict)
     recovering_until: float | None = None
+    stores: HostedStores = field(default_factory=HostedStores)
     returning: set[NodeId] = field(default_factory=set)
     """Nodes known before a restart of the coordinator that have not come back yet."""
 

@@ -24,6 +24,7 @@ from .narrate import describe_failure, list_names
 from .placement import Candidate, Placement, Shortage, place
 from .presence import Presence, StoreMode
 from .run import Member, Run
+from .stores import ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
 MAX_INFRA_RANK = 2**31 - 1
@@ -176,9 +177,11 @@ def _last_call(run: Run, fresh: list[Member], now: float) -> Wait | None:
 
 
 def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait | None:
-    """Where the workers of the next cycle meet: a port that group rank 0's node holds free (rule I1)."""
+    """Where the workers of the next cycle meet (rules I1, I2)."""
     if presence.store is StoreMode.OFF:
         return None
+    if presence.store.is_hosted:
+        return _hosted_master(run, presence)
     first = found.chosen[0]
     recent = run.cycles[-RECENT_CYCLES:]
     used = {(one.master.address, one.master.port) for one in recent if one.master is not None}
@@ -187,6 +190,17 @@ def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait |
         if (address, port) not in used:
             return Endpoint(address, port)
     return Wait(f"{first} has yet to offer a port for the store of the next cycle")
+
+
+def _hosted_master(run: Run, presence: Presence) -> Endpoint | Wait:
+    """A fresh store of the coordinator's store process."""
+    stores = presence.stores
+    last = run.cycle.master.port if run.cycle is not None and run.cycle.master is not None else None
+    taken = ports_in_use(run, presence) | {last}
+    for port in stores.ports:
+        if port not in taken:
+            return Endpoint(stores.address, port, stores.lasting_port)
+    return Wait(stores.problem or "the store process has yet to open a port for the next cycle")
 
 
 def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | None, now: float) -> WorldChosen:

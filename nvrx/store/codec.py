@@ -89,6 +89,8 @@ class Parser:
 
     def feed(self, data: bytes) -> list[Command]:
         """The commands that are whole now, up to the first that is none: then `failure` is set."""
+        if self.failure is not None:
+            return []
         if not self._held:
             if self._list is None and (lone := _lone(data)) is not None:
                 return [lone]
@@ -104,6 +106,7 @@ class Parser:
             position = self._parse(data, commands)
         except BadCommand as failure:
             self.failure = failure
+            self._held, self._list = 0, None
             return commands
         self._held = len(data) - position
         if self._held:

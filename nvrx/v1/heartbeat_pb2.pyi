@@ -312,6 +312,7 @@ class Assignment(google.protobuf.message.Message):
     INFRA_RANK_FIELD_NUMBER: builtins.int
     REPLACEMENT_GROUP_ID_FIELD_NUMBER: builtins.int
     FETCH_RANK_MAP_FIELD_NUMBER: builtins.int
+    LASTING_STORE_PORT_FIELD_NUMBER: builtins.int
     cycle: builtins.int
     """Number of the cycle, from 0."""
     group_rank: builtins.int
@@ -325,7 +326,9 @@ class Assignment(google.protobuf.message.Message):
     workers_per_node: builtins.int
     """Workers on each node."""
     master_address: builtins.str
-    """Address of the store that the workers meet in (MASTER_ADDR)."""
+    """Address of the store that the workers meet in (MASTER_ADDR); empty with a port: the host at which this node reaches
+    the coordinator.
+    """
     master_port: builtins.int
     """Port of the store (MASTER_PORT)."""
     max_restarts: builtins.int
@@ -336,6 +339,10 @@ class Assignment(google.protobuf.message.Message):
     """Replacement group of the node; empty when it has none."""
     fetch_rank_map: builtins.bool
     """True where the cycle's rank map is too large to be sent along: read it with RankMapService.GetRankMap."""
+    lasting_store_port: builtins.int
+    """Port of the lasting store, at the store's address (NVRX_STORE_ENDPOINT); 0: the coordinator hosts no store, and rank 0's
+    worker has to host the cycle's.
+    """
     def __init__(
         self,
         *,
@@ -351,9 +358,10 @@ class Assignment(google.protobuf.message.Message):
         infra_rank: builtins.int | None = ...,
         replacement_group_id: builtins.str = ...,
         fetch_rank_map: builtins.bool = ...,
+        lasting_store_port: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "first_rank", b"first_rank", "group_rank", b"group_rank", "infra_rank", b"infra_rank", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "fetch_rank_map", b"fetch_rank_map", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "infra_rank", b"infra_rank", "master_address", b"master_address", "master_port", b"master_port", "max_restarts", b"max_restarts", "replacement_group_id", b"replacement_group_id", "workers_per_node", b"workers_per_node", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_first_rank", b"_first_rank", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "_max_restarts", b"_max_restarts", "cycle", b"cycle", "fetch_rank_map", b"fetch_rank_map", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "infra_rank", b"infra_rank", "lasting_store_port", b"lasting_store_port", "master_address", b"master_address", "master_port", b"master_port", "max_restarts", b"max_restarts", "replacement_group_id", b"replacement_group_id", "workers_per_node", b"workers_per_node", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cycle", b"_cycle"]) -> typing.Literal["cycle"] | None: ...
     @typing.overload

@@ -218,6 +218,7 @@ def desired_message(desired: Desired, *, fetch_rank_map: bool) -> heartbeat_pb2.
                 infra_rank=given.infra_rank,
                 replacement_group_id=given.replacement_group_id,
                 fetch_rank_map=fetch_rank_map,
+                lasting_store_port=(given.master.lasting_port or 0) if given.master is not None else 0,
             )
         )
     return message
@@ -235,7 +236,8 @@ def desired_of(response: heartbeat_pb2.HeartbeatResponse) -> Desired | None:
     assignment = None
     if told.HasField("assignment"):
         given = told.assignment
-        master = Endpoint(given.master_address, given.master_port) if given.master_port else None
+        lasting_port = given.lasting_store_port or None
+        master = Endpoint(given.master_address, given.master_port, lasting_port) if given.master_port else None
         assignment = Assignment(
             cycle=CycleNumber(given.cycle),
             group_rank=GroupRank(given.group_rank),

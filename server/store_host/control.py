@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,6 +19,8 @@ VERSION = 1
 """Of these messages: a coordinator that speaks another does not take a store process over."""
 MAX_LINE_BYTES = 1024 * 1024
 HELLO_WITHIN_S = 5.0
+READY = "ready"
+"""The line on standard output that says that the process serves."""
 
 Message: TypeAlias = dict[str, Any]
 Kind = Literal["bridge", "torch"]
@@ -51,9 +53,15 @@ class Paths:
     def socket(self) -> Path:
         return self.directory / f"store-{self.key}.sock"
 
-    @property
-    def log(self) -> Path:
-        return self.directory / f"store-{self.key}.log"
+
+@contextlib.contextmanager
+def within_limit(path: Path) -> Iterator[str]:
+    """A Unix socket's path as the kernel takes it, which allows 107 bytes however deep the directory lies."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)
 
 
 def write_record(paths: Paths, record: Record) -> None:
@@ -87,7 +95,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
     try:
         line = await reader.readuntil(b"\n")
         message = json.loads(line)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError):
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 

@@ -123,7 +123,7 @@ def test_standbys_do_not_claim_success(cluster: Cluster) -> None:
 @pytest.mark.rule("D8")
 def test_a_node_that_is_done_early_waits(cluster: Cluster) -> None:
     """C066: no restart, no eviction, no promotion; and its reserved store port stays."""
-    cluster.serve()
+    cluster.serve("--store", "rank0")
     agents = cluster.join_all("a b c", "--nnodes", "2:3", "--last-call", "20", command=worker_script("meet"))
     first, second = cluster.workers(0, 2)
     for one in (first, second):

@@ -232,7 +232,7 @@ def test_a_silent_node_is_replaced_and_told_when_it_wakes(cluster: Cluster) -> N
 @pytest.mark.rule("C5", "D3")
 def test_standbys_take_over_and_ranks_stay_in_order(cluster: Cluster) -> None:
     """C022, C061 without torch: rank 0's agent is killed; rank 1 becomes rank 0 and all meet at its new address."""
-    cluster.serve()
+    cluster.serve("--store", "rank0")
     agents = []
     for procid in range(3):
         agents.append(

@@ -100,7 +100,7 @@ def test_what_a_worker_sees(cluster: Cluster) -> None:
         "ROLE_WORLD_SIZE": "2",
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "NVRX_RUN_ID": "run",
         "NVRX_CYCLE": "0",
@@ -116,7 +116,7 @@ def test_what_a_worker_sees(cluster: Cluster) -> None:
 @pytest.mark.rule("C6", "I1", "G2")
 def test_rank_0_is_where_the_others_connect(cluster: Cluster) -> None:
     """C021: infra rank 0 joins last; every worker is told the same address, and rank 0 answers there."""
-    cluster.serve()
+    cluster.serve("--store", "rank0")
     for procid in (1, 2, 0):
         agent = cluster.join(
             f"n{procid}", "--nnodes", "3", command=worker_script("meet"), env={"SLURM_PROCID": str(procid)}

@@ -73,7 +73,7 @@ def _listens(pid: int, port: int) -> bool:
 @pytest.mark.rule("I1", "I2")
 def test_torchs_store_binds_the_port_that_the_agent_holds(cluster: Cluster) -> None:
     """In each of several cycles rank 0's store listens on MASTER_PORT, held until then, and new each time."""
-    cluster.serve()
+    cluster.serve("--store", "rank0")
     agents = [_join(cluster, procid, "store", "--nnodes", "2", "--max-restarts", "9") for procid in (0, 1)]
     ports = []
     for cycle in range(3):

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from nvrx.channel import CHANNEL_OPTIONS, bearer
 from nvrx.core.endpoint import HostPort
-from nvrx.core.presence import Timing
+from nvrx.core.presence import StoreMode, Timing
 from nvrx.server.app import Coordinator, ServeConfig
 from nvrx.server.journals import Journal
 from nvrx.server.journals.memory import MemoryJournal
@@ -105,7 +105,11 @@ class Served(Remote):
 async def serving(
     state: Path | Journal | None = None, *, timing: Timing = PATIENT, **more: Any
 ) -> AsyncIterator[Served]:
-    """A coordinator on a free port: with a state directory, a given journal, or in memory only."""
+    """A coordinator on a free port: with a state directory, a given journal, or in memory only.
+
+    Rank 0 hosts the store unless `store` says otherwise: no process is started.
+    """
+    more.setdefault("store", StoreMode.RANK0)
     config = ServeConfig(HostPort("127.0.0.1", 0), state if isinstance(state, Path) else None, timing, **more)
     if isinstance(state, Path):
         journal: Journal = SqliteJournal(state)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -29,9 +29,12 @@ class Line:
             yield json.loads(line)
 
 
-def obey(line: Line) -> None:
-    """Do as the test says; without an order, run for ever."""
+def obey(line: Line, more: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
+    """Do as the test says; without an order, run for ever. `more`: what this worker can do beside."""
     for order in line.orders():
+        if more is not None and order["do"] in more:
+            more[order["do"]](order)
+            continue
         match order["do"]:
             case "exit":
                 sys.exit(order.get("code"))
