@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format protos bench clean
+.PHONY: help demo test check lint format protos bench bench-store clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,9 @@ protos: .venv-protos/.installed  ## generate nvrx/v1 from protos/nvrx/v1
 
 bench: $(VENV)/.installed  ## time recovery beside torchrun
 	$(PY) bench/recovery.py $(BENCH_ARGS)
+
+bench-store: $(VENV)/.installed  ## time our store server beside torch's own
+	$(PY) bench/store.py $(BENCH_ARGS)
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info

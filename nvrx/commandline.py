@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from nvrx.core.endpoint import HostPort, parse_endpoint
+from nvrx.logs import one_line
 from nvrx.token import TokenError, read_token
 
 EXIT_OK = 0
@@ -146,9 +147,3 @@ def program_version() -> str:
         return version("nvrx")
     except PackageNotFoundError:
         return "0+unknown"
-
-
-def one_line(text: str) -> str:
-    """A message without line breaks and control characters: one event stays one line."""
-    joined = " ".join(text.split())
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in joined)

@@ -13,8 +13,8 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from nvrx.commandline import one_line
 from nvrx.core.refused import Reason, Refused
+from nvrx.logs import one_line
 
 DOMAIN = "nvrx"
 # A status travels in headers: a default client refuses more than 16 KiB of them, and above 8 KiB some of them.

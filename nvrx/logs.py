@@ -1,6 +1,7 @@
 """Logging that never blocks: one line per event, written by a thread of its own.
 
 A full pipe behind standard error must not stop heartbeats: when the queue is full, lines are dropped and counted.
+Standard library only: the store process is small and imports it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nvrx.commandline import one_line
-
 MAX_QUEUED = 10_000
 FLUSH_WITHIN_S = 1.0
 STANDARD_ERROR = 2
+
+
+def one_line(text: str) -> str:
+    """A message without line breaks and control characters: one event stays one line."""
+    joined = " ".join(text.split())
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in joined)
 
 
 class _Text(logging.Formatter):

@@ -15,6 +15,8 @@ from nvrx.store.opcodes import MAX_SPACE_BYTES
 from nvrx.store.session import Session
 from nvrx.store.space import KeySpace
 
+from .ports import BACKLOG
+
 log = logging.getLogger("nvrx.store")
 
 _READ_BYTES = 64 * 1024
@@ -35,7 +37,7 @@ class BridgeServer:
         self = cls(read_only_below)
         self.port = listening.getsockname()[1]
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self), sock=listening)
+        self._server = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=BACKLOG)
         return self
 
     @property

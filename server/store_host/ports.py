@@ -6,7 +6,8 @@ import errno
 import socket
 from dataclasses import dataclass
 
-BACKLOG = 4096
+BACKLOG = 16 * 1024
+"""Connections that wait to be accepted; the kernel takes no more than net.core.somaxconn."""
 MAX_RETIRED = 256
 """Closed ports that are kept from anybody else, so that what still dials one of them reaches nobody."""
 # A connection whose host went away is noticed after two minutes.
