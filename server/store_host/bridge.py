@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
+from collections.abc import Callable
 from typing import cast
 
+from nvrx.core.endpoint import HostPort
 from nvrx.store.codec import BadCommand
 from nvrx.store.opcodes import MAX_SPACE_BYTES
 from nvrx.store.session import Session
@@ -19,22 +22,58 @@ from .ports import BACKLOG
 
 log = logging.getLogger("nvrx.store")
 
+MAX_COMPLAINTS = 100
 _READ_BYTES = 64 * 1024
 
 
-class BridgeServer:
-    """A store on one port. `read_only_below`: keys that only privileged sessions write."""
+class Complaints:
+    """Lines about clients that were cut off: at most MAX_COMPLAINTS in a minute, then how many more there were."""
 
-    def __init__(self, read_only_below: bytes | None = None) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._minute = -1
+        self._said = 0
+
+    def say(self, client: str, port: int, why: BadCommand) -> None:
+        minute = int(self._clock() // 60)
+        if minute != self._minute:
+            if self._said > MAX_COMPLAINTS:
+                log.warning("cut off %d more clients before", self._said - MAX_COMPLAINTS)
+            self._minute, self._said = minute, 0
+        self._said += 1
+        if self._said <= MAX_COMPLAINTS:
+            log.warning("cut off %s on port %d: %s", client, port, why)
+
+
+class BridgeServer:
+    """A store on one port. `read_only_below`: keys that only privileged sessions write.
+
+    `on_left` is called when a client has gone.
+    """
+
+    def __init__(
+        self,
+        read_only_below: bytes | None = None,
+        complaints: Complaints | None = None,
+        on_left: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.complaints = complaints or Complaints(time.monotonic)
+        self.on_left = on_left
         self.space = KeySpace(read_only_below, MAX_SPACE_BYTES)
         self.connections: set[_Connection] = set()
         self.port = 0
         self._server: asyncio.Server | None = None
 
     @classmethod
-    async def start(cls, listening: socket.socket, read_only_below: bytes | None = None) -> BridgeServer:
+    async def start(
+        cls,
+        listening: socket.socket,
+        read_only_below: bytes | None = None,
+        complaints: Complaints | None = None,
+        on_left: Callable[[], None] = lambda: None,
+    ) -> BridgeServer:
         """Serve on a socket that already listens."""
-        self = cls(read_only_below)
+        self = cls(read_only_below, complaints, on_left)
         self.port = listening.getsockname()[1]
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=BACKLOG)
@@ -90,6 +129,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._session.close()
         self._server.connections.discard(self)
+        self._server.on_left()
 
     def pause_writing(self) -> None:
         self._session.pause()
@@ -105,7 +145,7 @@ class _Connection(asyncio.Protocol):
             self._cut_off(error)
 
     def _cut_off(self, error: BadCommand) -> None:
-        log.warning("cut off %s on port %d: %s", self._name(), self._server.port, error)
+        self._server.complaints.say(self._name(), self._server.port, error)
         self._session.close()
         self._transport.close()  # what was asked before has its answer
 
@@ -115,4 +155,4 @@ class _Connection(asyncio.Protocol):
 
     def _name(self) -> str:
         name = self._transport.get_extra_info("peername")
-        return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a client"
+        return str(HostPort(name[0], name[1])) if isinstance(name, tuple) else "a client"

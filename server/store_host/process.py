@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ import uvloop
 from nvrx import logs
 from nvrx.runtime_dir import make_private
 
-from .bridge import BridgeServer
+from .bridge import BridgeServer, Complaints
 from .control import (
     HELLO_WITHIN_S,
     MAX_LINE_BYTES,
@@ -89,6 +90,7 @@ class StoreProcess:
         self._coordinators: set[asyncio.StreamWriter] = set()
         self._told_to_end = False
         self._news = asyncio.Event()
+        self._complaints = Complaints(time.monotonic)
 
     async def run(self, lasting_port: int) -> None:
         """Serve until nobody needs it. Raises NoPort or OSError before it is ready."""
@@ -133,7 +135,7 @@ class StoreProcess:
     async def _start(self, listening: socket.socket, read_only_below: bytes | None = None) -> StoreServer:
         if self._kind == "torch":
             return await TorchServer.start(listening)
-        return await BridgeServer.start(listening, read_only_below)
+        return await BridgeServer.start(listening, read_only_below, self._complaints, self._news.set)
 
     # ---- coordinators -------------------------------------------------------------------------------------
 

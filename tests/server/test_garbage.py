@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from nvrx.core.endpoint import parse_endpoint
+from nvrx.server.services.store import MAX_REQUEST_BYTES
 from nvrx.v1 import join_pb2
 
 from .coordination import HandAgent, Remote
@@ -96,7 +97,7 @@ async def test_idle_connections_leave_it_answering_and_small(program: Program) -
 async def test_a_message_that_is_too_large_is_refused_and_costs_no_other(program: Program) -> None:
     remote = Remote(program.address)
     with pytest.raises(grpc.aio.AioRpcError) as seen:
-        await remote.joins.Join(join_pb2.JoinRequest(node_id="x" * (5 * 1024 * 1024)), timeout=20)
+        await remote.joins.Join(join_pb2.JoinRequest(node_id="x" * (MAX_REQUEST_BYTES + 1)), timeout=20)
     assert seen.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     raw: Any = remote.channel.unary_unary("/nvrx.v1.JoinService/Join")
     with pytest.raises(grpc.aio.AioRpcError) as seen:

@@ -149,7 +149,7 @@ def test_a_token_file_that_cannot_be_used_is_refused(
         (["--heartbeat-interval", "soon"], "soon"),
         (["--heartbeat-interval", "nan"], "nan"),
         (["--run-id", "../x"], "--run-id"),
-        (["--store", "bridge"], "bridge"),
+        (["--store", "abridged"], "abridged"),
         (["--lease", "5"], "--lease"),
         (["--stat", "memory"], "--stat"),
         (["extra"], "extra"),
