@@ -16,7 +16,7 @@ from nvrx.server.store_host import connections
 from nvrx.server.store_host.bridge import BridgeServer
 from nvrx.store.client import StoreClient, StoreGone
 from nvrx.store.opcodes import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from nvrx.store.space import KeySpace
+from nvrx.store.space import ENTRY_BYTES, KeySpace
 from nvrx.v1 import store_pb2
 
 from .coordination import WAIT_S, refused, serving
@@ -337,7 +337,7 @@ class SmallStore:
 
 
 async def test_a_full_store_says_so(tmp_path: Path) -> None:
-    small = SmallStore(tmp_path / "s", 1000)
+    small = SmallStore(tmp_path / "s", 1000 + ENTRY_BYTES)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await small.server.serve_privileged(reader, writer)
