@@ -25,6 +25,7 @@ def check_join(command: Join) -> Settings:
         name_problem("incarnation", node.incarnation),
         name_problem("address", node.address),
         name_problem("replacement group id", node.replacement_group_id) if node.replacement_group_id else None,
+        name_problem("array job id", node.group_array_job_id) if node.group_array_job_id else None,
         name_problem("domain id", node.domain_id) if node.domain_id else None,
         _size_problem("checkpoint path", len(command.shape.checkpoint_path), MAX_CHECKPOINT_PATH),
         _size_problem("fingerprint", _fingerprint_size(command.shape), MAX_FINGERPRINT),
