@@ -9,7 +9,7 @@ from .presence import Presence
 from .refused import Reason, Refused
 from .run import Member, Run
 from .shape import Settings, SettingsWish, Shape, differences
-from .topology import VARIABLE, OrderSource, order_key, order_value_problem, settle_source
+from .topology import VARIABLE, OrderSource, advice_on_tie, order_key, order_value_problem, settle_source
 
 MAX_CHECKPOINT_PATH = 4096
 MAX_FINGERPRINT = 256 * 1024
@@ -160,11 +160,12 @@ def _require_own_place(run: Run, newcomer: NodeInfo, lease_ttl_s: float) -> None
             continue
         key = order_key(source, text, one.node_id)
         if key in taken:
+            # A newcomer that lacks a source makes the run fall back to one in which others may tie.
+            why = "" if one is newcomer else f" (as {newcomer.node_id}, which asks to join, has no better one)"
             raise Refused(
                 Reason.DUPLICATE_INFRA_RANK,
                 f"nodes {taken[key].node_id} and {one.node_id} both have {VARIABLE[source]}={text}, the order of "
-                f"run {run.run_id}; start the agents with srun --ntasks=<nodes> --ntasks-per-node=1, which gives "
-                "each its own",
+                f"run {run.run_id}{why}; {advice_on_tie(source, text)}",
                 {
                     "node_id": one.node_id,
                     "other_node_id": taken[key].node_id,

@@ -41,6 +41,27 @@ VARIABLE = {
 }
 
 
+_SRUN = "srun --ntasks=<nodes> --ntasks-per-node=1"
+
+
+def advice_on_tie(source: OrderSource, text: str) -> str:
+    """What to do about two nodes that have the same value (rule B4)."""
+    match source:
+        case OrderSource.PROCID if int(text) == 0:
+            return f"every process has 0 where srun did not start it: start the agents with {_SRUN}"
+        case OrderSource.PROCID:
+            return (
+                f"start the agents of one job with {_SRUN}, and number those of several jobs through with "
+                f"{VARIABLE[OrderSource.CROSS]}"
+            )
+        case OrderSource.CROSS:
+            return f"give each node a {VARIABLE[source]} of its own"
+        case OrderSource.GROUP_RANK:
+            return "unset GROUP_RANK for the agents if another launcher left it in their environment"
+        case _:
+            return f"start one agent per node: {_SRUN}"
+
+
 class BadVariable(ValueError):
     """A variable whose value cannot be used; the message names both."""
 
