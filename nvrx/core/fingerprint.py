@@ -128,7 +128,7 @@ def _public_words(command: Sequence[str]) -> list[str]:
 
 # ---- marks --------------------------------------------------------------------------------------------------
 
-_KIND = "(?:job|array|task|procid|node|pid)"
+_KIND = "(?:job|array|task|procid|node|pid|long-[0-9a-f]{16})"
 _MARK = re.compile(rf"\{{(?P<kinds>{_KIND}(?:\+{_KIND})*):(?P<raw>[^{{}}]*)\}}")
 _JOB = {"SLURM_JOB_ID": "job", "SLURM_JOBID": "job", "SLURM_ARRAY_JOB_ID": "array", "SLURM_TASK_PID": "pid"}
 _SMALL = {"SLURM_ARRAY_TASK_ID": "task", "SLURM_PROCID": "procid", "SLURM_NODEID": "procid"}
@@ -262,7 +262,7 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[Differin
 
 
 def _shown(name: str, one: str | None, other: str | None) -> Differing:
-    first, second = (UNSET if text is None else _MARK.sub(lambda mark: mark["raw"], text) for text in (one, other))
+    first, second = (UNSET if text is None else _plain(text) for text in (one, other))
     if max(len(first), len(second)) <= SHOWN:
         return Differing(name, first, second)
     parts_at = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
@@ -272,11 +272,26 @@ def _shown(name: str, one: str | None, other: str | None) -> Differing:
 
 
 def _bounded(text: str) -> str:
-    """What can travel: valid text of limited length. In a long one the marks are replaced for good, so that its
-    beginning and its digest are the same on all nodes."""
+    """What can travel: valid text of limited length. A long one becomes one mark, whose kind is the digest of the text
+    without own ids, around its beginning and the digest of the text as it was: nodes agree when either is the same."""
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     if len(text) <= MAX_TEXT:
         return text
-    text = _MARK.sub(lambda mark: mark["raw"] if mark["kinds"] in _SMALL.values() else f"{{{mark['kinds']}}}", text)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return f"{text[:MAX_TEXT]}... (digest {digest})"
+    written = _plain(text)
+    beginning = written[: MAX_TEXT - 100].translate({ord("{"): "(", ord("}"): ")"})
+    kind = _short_digest(_MARK.sub(lambda mark: "{}" if _is_surely_own(mark) else mark["raw"], text))
+    return f"{{long-{kind}:{beginning}... ({len(written)} characters, digest {_short_digest(written)})}}"
+
+
+def _is_surely_own(mark: re.Match[str]) -> bool:
+    """Whether a mark is hardly a coincidence: in a list of a thousand files some numbers look like somebody's ids."""
+    return "node" in mark["kinds"] or (len(mark["raw"]) > 3 and not mark["kinds"].startswith("pid"))
+
+
+def _plain(text: str) -> str:
+    """An entry as it was written, without marks."""
+    return _MARK.sub(lambda mark: mark["raw"], text)
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
