@@ -21,7 +21,7 @@ from nvrx.core.ids import DomainId, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
 from nvrx.core.shape import NodeCounts, SettingsWish, Shape
-from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources
+from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources, variable
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
@@ -95,8 +95,8 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
     """Check the options against this machine and `env`, the environment that the agent was started with."""
     _refuse_local_coordinator_for_many(options)
     _refuse_launch(options, env)
-    node_id = options.node_id or env.get("SLURMD_NODENAME") or socket.gethostname()
-    run_id = options.run_id or env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID") or ""
+    node_id = options.node_id or variable(env, "SLURMD_NODENAME") or socket.gethostname()
+    run_id = options.run_id or variable(env, "SLURM_ARRAY_JOB_ID") or variable(env, "SLURM_JOB_ID")
     for problem in (name_problem("--node-id", node_id), name_problem("--run-id", run_id) if run_id else None):
         if problem is not None:
             raise Failed(problem, EXIT_USAGE)

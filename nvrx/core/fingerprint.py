@@ -200,22 +200,32 @@ def agree(one: str | None, other: str | None) -> bool:
     """Whether two entries are equal but for marks of the same kind, or one is not to be compared; None: unset."""
     if NOT_COMPARED in (one, other) or one == other:
         return True
-    if one is None or other is None:
-        return False
+    return one is not None and other is not None and _parting(one, other) is None
+
+
+@dataclass(frozen=True)
+class _Parting:
+    """How many characters of two texts, as they were written, agree."""
+
+    in_one: int
+    in_other: int
+
+
+def _parting(one: str, other: str) -> _Parting | None:
+    """Where two entries cease to agree; None if they do not."""
     left, right = _pieces(one), _pieces(other)
+    in_one = in_other = 0
     while left and right:
         a, b = left.pop(), right.pop()
-        if a.kinds & b.kinds:
-            continue
-        if len(a.text) > 1 or a.kinds:
-            left += [_Piece(letter) for letter in reversed(a.text)]
-            right.append(b)
-        elif len(b.text) > 1 or b.kinds:
-            left.append(a)
-            right += [_Piece(letter) for letter in reversed(b.text)]
-        elif a.text != b.text:
-            return False
-    return not left and not right
+        if a.kinds & b.kinds or (a.text == b.text and not a.kinds and not b.kinds):
+            in_one, in_other = in_one + len(a.text), in_other + len(b.text)
+        elif a.kinds or b.kinds:
+            # A mark and something else: what was written decides.
+            left += a.letters()
+            right += b.letters()
+        else:
+            return _Parting(in_one, in_other)
+    return _Parting(in_one, in_other) if left or right else None
 
 
 @dataclass(frozen=True)
@@ -224,6 +234,10 @@ class _Piece:
 
     text: str
     kinds: frozenset[str] = frozenset()
+
+    def letters(self) -> list[_Piece]:
+        """What was written, last letter first."""
+        return [_Piece(letter) for letter in reversed(self.text)]
 
 
 def _pieces(text: str) -> list[_Piece]:
@@ -262,13 +276,18 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[Differin
 
 
 def _shown(name: str, one: str | None, other: str | None) -> Differing:
-    first, second = (UNSET if text is None else _plain(text) for text in (one, other))
-    if max(len(first), len(second)) <= SHOWN:
-        return Differing(name, first, second)
-    parts_at = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), 0)
-    begin = max(0, parts_at - _BEFORE_DIFFERENCE)
-    dots = "..." if begin else ""
-    return Differing(name, *(dots + text[begin : begin + SHOWN - len(dots)] for text in (first, second)))
+    if one is None or other is None:
+        return Differing(name, *(UNSET if text is None else _plain(text)[:SHOWN] for text in (one, other)))
+    at = _parting(one, other) or _Parting(0, 0)
+    return Differing(name, _cut(_plain(one), at.in_one), _cut(_plain(other), at.in_other))
+
+
+def _cut(text: str, parts_at: int) -> str:
+    """A text, or what of it stands around the place where it parts from another."""
+    if len(text) <= SHOWN:
+        return text
+    begin = max(0, min(parts_at - _BEFORE_DIFFERENCE, len(text) - SHOWN))
+    return f"...{text[begin + 3 : begin + SHOWN]}" if begin else text[:SHOWN]
 
 
 def _bounded(text: str) -> str:

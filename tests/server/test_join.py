@@ -86,7 +86,7 @@ async def test_another_shape_is_refused_with_every_differing_field(served: Serve
 @pytest.mark.parametrize("text", ["x" * 300, "é" * 300, "\n\x1b[31m" * 100], ids=["long", "unicode", "control"])
 async def test_a_refusal_with_many_long_values_still_reaches_a_default_client(served: Served, text: str) -> None:
     await HandAgent(served, "n0").join(fingerprint={f"NCCL_{one}": text for one in range(100)})
-    request = HandAgent(served, "n1", workers=8).join_request()
+    request = HandAgent(served, "n1", workers=8).join_request(fingerprint={"NCCL_0": "other"})
     async with grpc.aio.insecure_channel(str(served.address)) as plain:
         call = plain.unary_unary(
             "/nvrx.v1.JoinService/Join",
