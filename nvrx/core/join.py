@@ -99,7 +99,8 @@ def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
         listed = "; ".join(f"{one.field}: run has {one.run_has}, this node gives {one.node_gives}" for one in found)
         raise Refused(
             Reason.SHAPE_MISMATCH,
-            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options",
+            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options "
+            "and environment (--ignore-env NAME leaves a variable out)",
             {
                 "run_id": run.run_id,
                 **{
