@@ -136,7 +136,7 @@ def _mixed_sources(run: Run, fact: WorldChosen) -> str | None:
             return None
         having = sorted(str(one.node_id) for one in members if source in one.order_sources)
         lacking = sorted(str(one.node_id) for one in members if source not in one.order_sources)
-        if having and lacking:
+        if having:
             return (
                 f"run {run.run_id} is ordered by {_variable(fact.order_source)}: {_variable(source)} goes before it, "
                 f"but is missing on {list_names(lacking)} (there on {list_names(having)})"

@@ -202,7 +202,8 @@ def test_a_name_is_not_found_within_another() -> None:
         taken({"NCCL_SOCKET_IFNAME": "lan1"}, name="n1")["NCCL_SOCKET_IFNAME"],
         taken({"NCCL_SOCKET_IFNAME": "lan2"}, name="n2")["NCCL_SOCKET_IFNAME"],
     )
-    assert taken({"NCCL_X": "n10 n1 n1-ib 36361"}, name="n1")["NCCL_X"] == "n10 {node:n1} {node:n1}-ib 36361"
+    env = {"NCCL_X": "n10 n1 n1-ib 36361 job36 n1.gpu.local", "SLURM_JOB_ID": "36"}
+    assert taken(env, name="n1.gpu")["NCCL_X"] == "n10 {node:n1} {node:n1}-ib 36361 job{job:36} {node:n1.gpu}.local"
 
 
 @pytest.mark.rule("A2", "J2")

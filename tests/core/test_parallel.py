@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from nvrx.core.parallel import ParallelSizes, parallel_sizes, sizes_in_command
+from nvrx.core.shape import Shape
 
 
 @pytest.mark.rule("A6")
@@ -65,6 +66,12 @@ def test_options_win() -> None:
 )
 def test_worlds_that_divide(sizes: ParallelSizes, nodes: int, workers: int) -> None:
     assert sizes.problem(nodes, workers) is None
+
+
+@pytest.mark.rule("A5", "A6")
+def test_the_world_is_min_nodes() -> None:
+    assert Shape(2, 3, 8, parallel=ParallelSizes(16)).problem() is None
+    assert "world size 16" in (Shape(2, 3, 8, parallel=ParallelSizes(24)).problem() or "")
 
 
 @pytest.mark.rule("A6")
