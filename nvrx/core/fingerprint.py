@@ -198,9 +198,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 def agree(one: str | None, other: str | None) -> bool:
     """Whether two entries are equal but for marks of the same kind, or one is not to be compared; None: unset."""
-    if NOT_COMPARED in (one, other) or one == other:
-        return True
-    return one is not None and other is not None and _parting(one, other) is None
+    return _difference("", one, other) is None
 
 
 @dataclass(frozen=True)
@@ -213,31 +211,39 @@ class _Parting:
 
 def _parting(one: str, other: str) -> _Parting | None:
     """Where two entries cease to agree; None if they do not."""
+    if _MARK.sub(r"{\g<kinds>}", one) == _MARK.sub(r"{\g<kinds>}", other):
+        return None  # at once, as it is for nearly all nodes: thousands join together
     left, right = _pieces(one), _pieces(other)
     in_one = in_other = 0
     while left and right:
         a, b = left.pop(), right.pop()
-        if a.kinds & b.kinds or (a.text == b.text and not a.kinds and not b.kinds):
+        if a.kinds & b.kinds:
             in_one, in_other = in_one + len(a.text), in_other + len(b.text)
-        elif a.kinds or b.kinds:
-            # A mark and something else: what was written decides.
-            left += a.letters()
-            right += b.letters()
-        else:
+            continue
+        # Otherwise what was written decides, as far as the shorter goes.
+        length = min(len(a.text), len(b.text))
+        is_same = a.text[:length] == b.text[:length]
+        same = length if is_same else next(at for at in range(length) if a.text[at] != b.text[at])
+        in_one, in_other = in_one + same, in_other + same
+        if same < length:
             return _Parting(in_one, in_other)
-    return _Parting(in_one, in_other) if left or right else None
+        left += a.after(length)
+        right += b.after(length)
+    return _Parting(in_one, in_other) if any(one.text for one in (*left, *right)) else None
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One letter, or a mark with what stands in it."""
+    """A mark with what stands in it, or, without kinds, the text between two marks."""
 
     text: str
     kinds: frozenset[str] = frozenset()
 
-    def letters(self) -> list[_Piece]:
-        """What was written, last letter first."""
-        return [_Piece(letter) for letter in reversed(self.text)]
+    def after(self, length: int) -> list[_Piece]:
+        """What is left of it once so many characters are compared."""
+        if length == 0:
+            return [self] if self.text else []
+        return [_Piece(self.text[length:])] if length < len(self.text) else []
 
 
 def _pieces(text: str) -> list[_Piece]:
@@ -245,16 +251,10 @@ def _pieces(text: str) -> list[_Piece]:
     pieces: list[_Piece] = []
     at = 0
     for found in _MARK.finditer(text):
-        pieces += [_Piece(letter) for letter in text[at : found.start()]]
+        pieces += _Piece(text[at : found.start()]).after(0)
         pieces.append(_Piece(found["raw"], frozenset(found["kinds"].split("+"))))
         at = found.end()
-    pieces += [_Piece(letter) for letter in text[at:]]
-    return pieces[::-1]
-
-
-def plain(text: str) -> str:
-    """An entry as a person wrote it, without marks."""
-    return _MARK.sub(lambda found: found["raw"], text)
+    return [*pieces, *_Piece(text[at:]).after(0)][::-1]
 
 
 @dataclass(frozen=True)
@@ -271,14 +271,18 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[Differin
     agrees with all."""
     if not one or not other:
         return []
-    names = sorted({*one, *other})
-    return [_shown(name, one.get(name), other.get(name)) for name in names if not agree(one.get(name), other.get(name))]
+    found = (_difference(name, one.get(name), other.get(name)) for name in sorted({*one, *other}))
+    return [difference for difference in found if difference is not None]
 
 
-def _shown(name: str, one: str | None, other: str | None) -> Differing:
+def _difference(name: str, one: str | None, other: str | None) -> Differing | None:
+    if NOT_COMPARED in (one, other) or one == other:
+        return None
     if one is None or other is None:
         return Differing(name, *(UNSET if text is None else _plain(text)[:SHOWN] for text in (one, other)))
-    at = _parting(one, other) or _Parting(0, 0)
+    at = _parting(one, other)
+    if at is None:
+        return None
     return Differing(name, _cut(_plain(one), at.in_one), _cut(_plain(other), at.in_other))
 
 
