@@ -147,7 +147,7 @@ def test_a_mismatch_lists_every_field() -> None:
     first = world.join_command("n0")
     world.submit(dataclasses.replace(first, shape=dataclasses.replace(first.shape, fingerprint={"python": "3.12.1"})))
     sizes = ParallelSizes(tensor_parallel=4, global_batch_size=240)
-    shape = Shape(3, 4, 8, "/other", {"NCCL_DEBUG": "INFO", "python": "3.12.1"}, sizes)
+    shape = Shape(3, 4, 8, "/other", {"NCCL_DEBUG": "INFO", "python": "3.12.1"}, parallel=sizes)
     with pytest.raises(Refused) as caught:
         world.submit(
             dataclasses.replace(world.join_command("n1"), shape=shape, wish=SettingsWish(1, 5, join_timeout_s=600.0))

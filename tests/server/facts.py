@@ -72,7 +72,7 @@ _BARE = Placed(NodeId("n1"), Incarnation("life"), "10.0.0.2", InfraRank(1), "n1"
 _FAILURE = Failure(
     Cause.WORKER_FAILED, NodeId("n0"), GroupRank(0), LocalRank(0), -9, "SIGKILL", 'say "ü"\n', "tail\x00\x1b[0m", 4.5
 )
-_SHAPE = Shape(2, 3, 8, "/ckpt/é", {"NCCL_DEBUG": "INFO", "": ""}, ParallelSizes(2, micro_batch_size=4))
+_SHAPE = Shape(2, 3, 8, "/ckpt/é", {"NCCL_DEBUG": "INFO", "": ""}, parallel=ParallelSizes(2, micro_batch_size=4))
 
 EXAMPLES: list[Fact] = [
     RunOpened(0.0, RunId("r"), _SHAPE, Settings(0, 0, 1.5, 0.0), time=1.7e9),

@@ -271,7 +271,9 @@ def test_a_join_is_read_as_it_was_sent(parallel: ParallelSizes) -> None:
         domain_id=DomainId("D1"),
         group_array_job_id="36",
     )
-    command = Join(info, Shape(2, 3, 8, "/c", {"command": "python {node:n0}"}, parallel), SettingsWish(max_restarts=0))
+    command = Join(
+        info, Shape(2, 3, 8, "/c", {"command": "python {node:n0}"}, parallel=parallel), SettingsWish(max_restarts=0)
+    )
     request = join_request(RunId("r"), command)
     assert join_command(join_pb2.JoinRequest.FromString(request.SerializeToString())) == command
     assert request.shape.HasField("parallel_sizes") == (parallel != ParallelSizes())
