@@ -19,7 +19,7 @@ from nvrx.core.decide import decide, next_deadline, require_member
 from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
 from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
 from nvrx.core.join import check_join
-from nvrx.core.narrate import tell
+from nvrx.core.narrate import order_warning, tell
 from nvrx.core.presence import AgentPhase, HostedStores, Presence, StoreMode, Timing
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
@@ -391,6 +391,9 @@ class Engine:
             self.runs[run_id].revision = work.revisions[run_id]
         for row in work.rows:
             log.info("run %s: %s", row.run_id, tell(row.fact))
+            warning = order_warning(self.runs[row.run_id].run, row.fact)
+            if warning is not None:
+                log.warning("%s", warning)
             for watch in self.runs[row.run_id].watches:
                 watch.put(row)
         changed = {row.run_id for row in work.rows}

@@ -77,6 +77,8 @@ class NodeInfo:
     devices: tuple[Device, ...] = ()
     restart_count: int = 0
     last_cycle: CycleNumber | None = None
+    group_array_job_id: str = ""
+    """The array job that the group id is a task of; empty where the group has a name of its own (rule B6)."""
 
 
 @dataclass(frozen=True)

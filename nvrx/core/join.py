@@ -9,7 +9,7 @@ from .presence import Presence
 from .refused import Reason, Refused
 from .run import Member, Run
 from .shape import Settings, SettingsWish, Shape, differences
-from .topology import VARIABLE, OrderSource, order_key, order_value_problem, settle_source
+from .topology import VARIABLE, OrderSource, advice_on_tie, order_key, order_value_problem, settle_source
 
 MAX_CHECKPOINT_PATH = 4096
 MAX_FINGERPRINT = 256 * 1024
@@ -25,6 +25,7 @@ def check_join(command: Join) -> Settings:
         name_problem("incarnation", node.incarnation),
         name_problem("address", node.address),
         name_problem("replacement group id", node.replacement_group_id) if node.replacement_group_id else None,
+        name_problem("array job id", node.group_array_job_id) if node.group_array_job_id else None,
         name_problem("domain id", node.domain_id) if node.domain_id else None,
         _size_problem("checkpoint path", len(command.shape.checkpoint_path), MAX_CHECKPOINT_PATH),
         _size_problem("fingerprint", _fingerprint_size(command.shape), MAX_FINGERPRINT),
@@ -98,7 +99,8 @@ def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
         listed = "; ".join(f"{one.field}: run has {one.run_has}, this node gives {one.node_gives}" for one in found)
         raise Refused(
             Reason.SHAPE_MISMATCH,
-            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options",
+            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options "
+            "and environment (--ignore-env NAME leaves a variable out)",
             {
                 "run_id": run.run_id,
                 **{
@@ -159,11 +161,12 @@ def _require_own_place(run: Run, newcomer: NodeInfo, lease_ttl_s: float) -> None
             continue
         key = order_key(source, text, one.node_id)
         if key in taken:
+            # A newcomer that lacks a source makes the run fall back to one in which others may tie.
+            why = "" if one is newcomer else f" (as {newcomer.node_id}, which asks to join, has no better one)"
             raise Refused(
                 Reason.DUPLICATE_INFRA_RANK,
                 f"nodes {taken[key].node_id} and {one.node_id} both have {VARIABLE[source]}={text}, the order of "
-                f"run {run.run_id}; start the agents with srun --ntasks=<nodes> --ntasks-per-node=1, which gives "
-                "each its own",
+                f"run {run.run_id}{why}; {advice_on_tie(source, text)}",
                 {
                     "node_id": one.node_id,
                     "other_node_id": taken[key].node_id,

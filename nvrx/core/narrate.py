@@ -24,6 +24,8 @@ from .facts import (
     WorldChosen,
 )
 from .ids import CycleNumber, NodeId
+from .run import Run
+from .topology import FROM_NODENAME, VARIABLE, OrderSource
 
 MAX_NAMED = 16
 MAX_TEXT = 160
@@ -106,3 +108,37 @@ def tell(fact: Fact) -> str:
             return f"cycle {fact.cycle} had ended because of {describe_failure(fact.failure)}"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"
+
+
+def order_warning(run: Run, fact: Fact) -> str | None:
+    """What a person should know of the order of nodes after `fact` (rules B3, B4); None where all is plain."""
+    source = run.order_source
+    if source is None:
+        return None
+    if isinstance(fact, NodeJoined) and source not in fact.node.order_sources:
+        lacking = f"node {fact.node.node_id} has no {_variable(source)}, by which run {run.run_id} is ordered"
+        return f"{lacking}: it comes after the nodes that have it"
+    if isinstance(fact, WorldChosen) and fact.cycle == run.cycles[0].number:
+        return _mixed_sources(run, fact)
+    return None
+
+
+def _variable(source: OrderSource) -> str:
+    return FROM_NODENAME if source is OrderSource.NODENAME else VARIABLE[source]
+
+
+def _mixed_sources(run: Run, fact: WorldChosen) -> str | None:
+    """A better source than the one settled on, which only some of the nodes have."""
+    placed = [*(seat.node for seat in fact.seats), *(standby.node for standby in fact.standbys)]
+    members = [run.members[one.node_id].info for one in placed]
+    for source in OrderSource:
+        if source is fact.order_source:
+            return None
+        having = sorted(str(one.node_id) for one in members if source in one.order_sources)
+        lacking = sorted(str(one.node_id) for one in members if source not in one.order_sources)
+        if having:
+            return (
+                f"run {run.run_id} is ordered by {_variable(fact.order_source)}: {_variable(source)} goes before it, "
+                f"but is missing on {list_names(lacking)} (there on {list_names(having)})"
+            )
+    return None

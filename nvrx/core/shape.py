@@ -10,6 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .fingerprint import differing
+from .parallel import ParallelSizes
+
 MAX_NODES = 100_000
 MAX_WORKERS_PER_NODE = 1024
 MAX_PATH_LENGTH = 4096
@@ -48,6 +51,7 @@ class Shape:
     workers_per_node: int
     checkpoint_path: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    parallel: ParallelSizes = ParallelSizes()
 
     @property
     def world_size(self) -> int:
@@ -66,7 +70,7 @@ class Shape:
         for name, text in self.fingerprint.items():
             if len(name) + len(text) > MAX_FINGERPRINT_TEXT:
                 return f"the fingerprint of {name[:64]!a} is longer than {MAX_FINGERPRINT_TEXT} characters"
-        return None
+        return self.parallel.problem(self.min_nodes, self.workers_per_node)
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,11 @@ def differences(shape: Shape, settings: Settings, node_shape: Shape, node_wish: 
         if getattr(shape, name) != getattr(node_shape, name)
     ]
     found += [
-        Difference(name, shape.fingerprint.get(name, "(unset)"), node_shape.fingerprint.get(name, "(unset)"))
-        for name in sorted({*shape.fingerprint, *node_shape.fingerprint})
-        if shape.fingerprint.get(name) != node_shape.fingerprint.get(name)
+        Difference(one.name, str(getattr(shape.parallel, one.name)), str(getattr(node_shape.parallel, one.name)))
+        for one in dataclasses.fields(ParallelSizes)
+        if getattr(shape.parallel, one.name) != getattr(node_shape.parallel, one.name)
     ]
+    found += [Difference(one.name, one.one, one.other) for one in differing(shape.fingerprint, node_shape.fingerprint)]
     for one in dataclasses.fields(node_wish):
         wished = getattr(node_wish, one.name)
         if wished is not None and wished != getattr(settings, one.name):
