@@ -30,7 +30,7 @@ from typing import TypeAlias
 
 from ..ids import DomainId
 from .model import Bounds
-from .spanning import Search, Table, explore
+from .spanning import NARROW, Component, Search, Table, explore
 from .units import Position, Residues, Unit, Worth, combined
 from .values import Value, Values
 
@@ -65,7 +65,7 @@ def choose(units: Sequence[Unit], count: int, segment_size: int, bounds: Bounds)
         return Choice(_best_blocks(blocks, count))
     if _is_best(before := [unit for unit in units if unit.worth.fresh == 0], units, count, segment_size):
         return Choice(frozenset(position for unit in before for position in unit.worth.positions))
-    return _Mixture(classes, components.tied, blocks, count, segment_size, bounds).choose()
+    return _Mixture(classes, count, segment_size, bounds).choose(components.tied, blocks)
 
 
 def _is_best(before: Sequence[Unit], units: Sequence[Unit], count: int, segment_size: int) -> bool:
@@ -142,46 +142,39 @@ def _components(classes: Classes) -> Components:
 class _Mixture:
     """Blocks of several periods, and components of tied domains, put together count by count."""
 
-    def __init__(
-        self,
-        classes: Classes,
-        tied: Sequence[Sequence[Residues]],
-        blocks: Mapping[int, list[Worth]],
-        count: int,
-        segment_size: int,
-        bounds: Bounds,
-    ) -> None:
+    def __init__(self, classes: Classes, count: int, segment_size: int, bounds: Bounds) -> None:
         self.classes = classes
-        self.tied = tied
         self.count = count
         self.segment_size = segment_size
-        self.bounds = bounds
-        total = sum(map(len, classes.values()))
-        self.total = total
-        nodes = [p for units in classes.values() for unit in units for p in unit.worth.positions]
-        self.values = Values(nodes)
-        # The period with most units is kept for the end, where one look at each count suffices.
-        self.main = max(blocks, key=lambda size: (size * len(blocks[size]), size), default=1)
-        self.steps = [self.values.of(one) for one in blocks.get(self.main, [])]
-        self.tables = [self._ladder(size, some) for size, some in sorted(blocks.items()) if size != self.main]
+        self.total = sum(map(len, classes.values()))
+        self.values = Values(p for units in classes.values() for unit in units for p in unit.worth.positions)
+        best = sorted(unit for units in classes.values() for unit in units)[:count]
+        self.anchor = Counter([unit.residues for unit in best])
         self.search = Search(bounds)
         self.tied_groups = self.tied_domains = 0
 
-    def choose(self) -> Choice:
-        for component in self.tied:
-            units = {residues: self.classes[residues] for residues in component}
-            here = sum(map(len, units.values()))
-            at_least = max(0, self.count - (self.total - here))
-            table = explore(units, self.segment_size, at_least, self.count, self.values, self.search)
-            if not table.is_exact:
-                self._give_up(units)
-            self._add(table.best)
-        sums = self._sum_up()
-        best = self._finish(sums)
+    def choose(self, tied: Sequence[Sequence[Residues]], blocks: Mapping[int, list[Worth]]) -> Choice:
+        tables = [self._ladder(size, some) for size, some in sorted(blocks.items())]
+        tables += [self._explored(component) for component in tied]
+        tables = [table for table in tables if table.keys() != {0}]
+        # Tables whose steps fall by whole strides need no looking at every count: the commonest stride of these.
+        falling = [stride for table in tables for stride in _falling_stride(table)]
+        strides = Counter(falling)
+        main = max(strides, key=lambda stride: (strides[stride], stride), default=1)
+        steps: list[Value] = []
+        others: list[Table] = []
+        for table in tables:
+            if _falling_stride(table) == [main]:
+                steps += _steps(table)
+            else:
+                others.append(table)
+        steps.sort(reverse=True)
+        sums = self._sum_up(others, main * len(steps), tied)
+        best = self._finish(sums, main, steps)
         positions = None if best is None else self.values.positions(best)
         return Choice(positions, self.tied_groups, self.tied_domains, self.search.spent)
 
-    def _ladder(self, size: int, some: list[Worth]) -> dict[int, Value]:
+    def _ladder(self, size: int, some: list[Worth]) -> Table:
         """The best of each number of blocks of one period."""
         value = Value(0)
         table = {0: value}
@@ -190,26 +183,32 @@ class _Mixture:
             table[index * size] = value
         return table
 
-    def _give_up(self, classes: Classes) -> None:
-        self.tied_groups += sum(len(units) for residues, units in classes.items() if len(residues) > 1)
-        self.tied_domains += len({one.domain for residues in classes for one in residues})
+    def _explored(self, tied: Sequence[Residues]) -> Table:
+        classes = {residues: self.classes[residues] for residues in tied}
+        elsewhere = self.total - sum(map(len, classes.values()))
+        at_least = max(0, self.count - elsewhere)
+        component = Component(classes, self.segment_size, at_least, self.count, self.anchor)
+        explored = explore(component, self.values, self.search)
+        if not explored.is_exact:
+            self._give_up(tied)
+        return explored.best
 
-    def _add(self, table: Table) -> None:
-        """Give a component's table to the blocks if its steps are like theirs, else keep it."""
-        counts = sorted(table)
-        steps = [Value(table[b] - table[a]) for a, b in pairwise(counts)]
-        if counts == [self.main * index for index in range(len(counts))] and steps == sorted(steps, reverse=True):
-            self.steps += steps
-        elif counts != [0]:
-            self.tables.append(dict(table))
+    def _give_up(self, tied: Sequence[Residues]) -> None:
+        self.tied_groups += sum(len(self.classes[residues]) for residues in tied if len(residues) > 1)
+        self.tied_domains += len({one.domain for residues in tied for one in residues})
 
-    def _sum_up(self) -> dict[int, Value]:
-        """The best of every number of units that the kept tables can give together."""
-        self.steps.sort(reverse=True)
-        sums: dict[int, Value] = {0: Value(0)}
-        later = sum(max(table, default=0) for table in self.tables) + self.main * len(self.steps)
-        for table in self.tables:
+    def _sum_up(self, tables: Sequence[Table], most: int, tied: Sequence[Sequence[Residues]]) -> Table:
+        """The best of every number of units that some tables give together; the rest gives `most` units at most."""
+        sums: Table = {0: Value(0)}
+        later = sum(max(table, default=0) for table in tables) + most
+        for table in tables:
             later -= max(table, default=0)
+            if len(sums) * len(table) > self.search.left:
+                sums = self._thinned(sums, table)
+                if self.proven:
+                    for component in tied:
+                        self._give_up(component)
+            self.search.spent += len(sums) * len(table)
             fresh: dict[int, Value] = {}
             for so_far, value in sums.items():
                 for more, worth in table.items():
@@ -219,20 +218,43 @@ class _Mixture:
                         known = fresh.get(units)
                         if known is None or found > known:
                             fresh[units] = found
-            self.search.spent += len(sums) * len(table)
             sums = fresh
         return sums
 
-    def _finish(self, sums: Mapping[int, Value]) -> Value | None:
-        """Fill up with the best blocks of the main period."""
+    @property
+    def proven(self) -> bool:
+        return self.tied_groups == 0
+
+    def _thinned(self, sums: Table, table: Table) -> Table:
+        """The sums with most units: whatever is still to come need not give anything."""
+        kept = sorted(sums, reverse=True)[: max(1, NARROW * NARROW // len(table))]
+        return {units: sums[units] for units in kept}
+
+    def _finish(self, sums: Table, main: int, steps: Sequence[Value]) -> Value | None:
+        """Fill up with the best steps."""
         best: Value | None = None
         filled = [Value(0)]
-        for step in self.steps[: self.count // self.main]:
+        for step in steps[: self.count // main]:
             filled.append(Value(filled[-1] + step))
         for units, value in sums.items():
-            blocks, rest = divmod(self.count - units, self.main)
-            if rest == 0 and blocks < len(filled):
-                found = Value(value + filled[blocks])
+            more, rest = divmod(self.count - units, main)
+            if rest == 0 and more < len(filled):
+                found = Value(value + filled[more])
                 if best is None or found > best:
                     best = found
         return best
+
+
+def _steps(table: Table) -> list[Value]:
+    """What each further count of a table adds."""
+    counts = sorted(table)
+    return [Value(table[more] - table[fewer]) for fewer, more in pairwise(counts)]
+
+
+def _falling_stride(table: Table) -> list[int]:
+    """The stride of a table that goes from 0 up in equal strides, each worth less than the one before; else nothing."""
+    counts = sorted(table)
+    if len(counts) < 2 or counts != [counts[1] * index for index in range(len(counts))]:
+        return []
+    steps = _steps(table)
+    return [counts[1]] if steps == sorted(steps, reverse=True) else []

@@ -65,6 +65,8 @@ def _survivors(chosen: Sequence[Candidate], previous: Mapping[NodeId, GroupRank]
 def _fill(ranks: Sequence[int], nodes: Sequence[Candidate], stays: Mapping[int, NodeId]) -> tuple[NodeId, ...]:
     """Nodes for ascending ranks: those that stay, and the others in infra order between them."""
     seated = {rank: stays[rank] for rank in ranks if rank in stays}
+    if len(seated) == len(ranks):
+        return tuple(seated.values())
     at_rest = set(seated.values())
     others = iter([one.node_id for one in nodes if one.node_id not in at_rest])
     return tuple(seated[rank] if rank in seated else next(others) for rank in ranks)
@@ -104,7 +106,7 @@ def _keep_slots(
 ) -> _Kept:
     found: list[_Slot] = []
     for domain, ranks in stays.items():
-        counts = Counter(rank // segment_size for rank in ranks)
+        counts = Counter([rank // segment_size for rank in ranks])
         found += [_Slot(number, domain, count) for number, count in counts.items()]
     free = dict.fromkeys(range(sum(map(len, domains.values())) // segment_size))
     owned: dict[DomainId | None, list[int]] = {domain: [] for domain in domains}

@@ -6,8 +6,9 @@ Says of every other candidate why it cannot be chosen. Compares units, and choos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple, NewType, TypeAlias
 
 from ..ids import DomainId, GroupId, NodeId
@@ -100,9 +101,8 @@ def lay_out(
         sets = [(position,) for position in usable]
     if shape.segment_size is not None:
         sets = _with_domains(nodes, sets, shape.segment_size, unusable)
-    units = [
-        Unit(_worth(nodes, one, previous, wanted.include), _residues(nodes, one, shape.segment_size)) for one in sets
-    ]
+    residues = _all_residues(nodes, sets, shape.segment_size)
+    units = [Unit(_worth(nodes, one, previous, wanted.include), rest) for one, rest in zip(sets, residues, strict=True)]
     return Field(nodes, units, unusable, excluded)
 
 
@@ -186,14 +186,27 @@ def _worth(
     return Worth(unasked, last_resort, fresh, positions)
 
 
-def _residues(nodes: Sequence[Candidate], positions: tuple[Position, ...], segment_size: int | None) -> Residues:
+def _all_residues(
+    nodes: Sequence[Candidate], sets: Sequence[tuple[Position, ...]], segment_size: int | None
+) -> Iterator[Residues]:
+    """For each set, what it has beyond whole segments."""
     if segment_size is None:
-        return ()
-    counts = Counter(nodes[position].domain for position in positions)
+        yield from repeat((), len(sets))
+        return
+    inside: dict[DomainId, Residues] = {}
+    for one in sets:
+        first = nodes[one[0]].domain
+        if first is not None and all(nodes[position].domain == first for position in one):
+            found = inside.get(first)
+            if found is None:
+                found = inside[first] = _residues({first: len(one)}, segment_size)
+            yield found
+        else:
+            domains = [domain for position in one if (domain := nodes[position].domain) is not None]
+            yield _residues(Counter(domains), segment_size)
+
+
+def _residues(counts: Mapping[DomainId, int], segment_size: int) -> Residues:
     return tuple(
-        sorted(
-            Residue(domain, count % segment_size)
-            for domain, count in counts.items()
-            if domain is not None and count % segment_size
-        )
+        sorted(Residue(domain, count % segment_size) for domain, count in counts.items() if count % segment_size)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import lcm
 
 from ..ids import DomainId, GroupId, NodeId
@@ -16,15 +16,8 @@ MAX_PARTS = 8
 LAST_RESORT = "quarantined or degraded: chosen last"
 
 
-def _domains_of(field: Field, unit: Unit) -> Counter[DomainId | None]:
-    return Counter(field.nodes[position].domain for position in unit.worth.positions)
-
-
 def _usable_in_domains(field: Field) -> Counter[DomainId | None]:
-    counts: Counter[DomainId | None] = Counter()
-    for unit in field.units:
-        counts += _domains_of(field, unit)
-    return counts
+    return Counter([field.nodes[position].domain for unit in field.units for position in unit.worth.positions])
 
 
 class LeftOut:
@@ -43,8 +36,8 @@ class LeftOut:
         self.usable: Counter[DomainId | None] = Counter()
         self.given: Counter[DomainId | None] = Counter()
         if shape.segment_size is not None:
-            self.usable = Counter(field.nodes[p].domain for unit in field.units for p in unit.worth.positions)
-            self.given = Counter(field.nodes[p].domain for p in chosen)
+            self.usable = _usable_in_domains(field)
+            self.given = Counter([field.nodes[p].domain for p in chosen])
 
     def explain(self, proven: bool) -> tuple[Unplaced, ...]:
         """All nodes left out, in infra order."""
@@ -126,7 +119,7 @@ def at_most(field: Field, shape: Shape) -> int:
     if shape.segment_size is None:
         return len(field.units) * group
     alone = all(len(unit.residues) <= 1 for unit in field.units)
-    for count in Counter(field.nodes[p].domain for unit in field.units for p in unit.worth.positions).values():
+    for count in _usable_in_domains(field).values():
         step = lcm(size, group) if alone else size
         total += count - count % step
     return total - total % group
@@ -176,9 +169,7 @@ def _missing_groups(
 
 def _missing_domains(field: Field, here: Sequence[Candidate], shape: Shape) -> list[str]:
     size = shape.segment_size or 1
-    usable: Mapping[DomainId | None, int] = Counter(
-        field.nodes[p].domain for unit in field.units for p in unit.worth.positions
-    )
+    usable = _usable_in_domains(field)
     parts = [
         f"domain {domain} has {count} of {size} (segments of {size})"
         if count < size
