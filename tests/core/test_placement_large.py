@@ -123,8 +123,8 @@ def test_laws(cluster: Cluster, policy: RankPolicy) -> None:
         again = place(random.Random(seed).sample(nodes, len(nodes)), shape, previous)
         assert again == found
         well = [one for one in nodes if not one.last_resort]
-        kept = place(well, shape, seats(found.chosen))
-        if all(one.node_id in {each.node_id for each in well} for one in nodes if one.node_id in found.chosen):
+        if {one.node_id for one in well} >= set(found.chosen):
+            kept = place(well, shape, seats(found.chosen))
             assert isinstance(kept, Placement)
             assert set(kept.chosen) == set(found.chosen), "the world is kept while its nodes are there"
         previous = seats(found.chosen)
@@ -142,13 +142,16 @@ def test_sticky_ranks_stay_where_no_segment_broke(cluster: Cluster) -> None:
     assert isinstance(found, Placement)
     size = shape.segment_size or 1
     after = {node_id: rank for rank, node_id in enumerate(found.chosen)}
+    domain_of = {one.node_id: one.domain for one in cluster.candidates()}
+    given = Counter(domain_of[one] for one in found.chosen)
+    had = Counter(domain_of[one] for one in before.chosen)
     for start in range(0, shape.min_nodes, size):
-        if set(before.chosen[start : start + size]) <= after.keys():
-            domains = {one.domain for one in nodes if one.node_id in before.chosen[start : start + size]}
-            moved = [one for one in before.chosen[start : start + size] if after[one] != previous[one]]
-            given = Counter(one.domain for one in nodes if one.node_id in after)
-            had = Counter(one.domain for one in cluster.candidates() if one.node_id in previous)
-            assert not moved or any(given[one] < had[one] for one in domains)
+        segment = before.chosen[start : start + size]
+        moved = [one for one in segment if one in after and after[one] != previous[one]]
+        if shape.segment_size is None:
+            assert not moved
+        elif after.keys() >= set(segment):
+            assert not moved or given[domain_of[segment[0]]] < had[domain_of[segment[0]]]
 
 
 # ---- the bound ------------------------------------------------------------------------------------------
@@ -164,13 +167,13 @@ def tangle(nodes: int, seed: int = 3) -> list[Candidate]:
 
 @pytest.mark.rule("C4", "C5")
 def test_past_the_bound_the_answer_says_so_and_is_legal() -> None:
-    nodes = tangle(96)
-    shape = shape_of(48, 2, 4)
+    nodes = tangle(192)
+    shape = shape_of(96, 2, 2)
     bounds = Bounds(5_000, 50_000)
     found = place(nodes, shape, {}, bounds=bounds)
     assert isinstance(found, Placement)
     assert not found.proven
-    assert found.remark == "not proven best: 48 groups tie 12 domains"
+    assert found.remark == "not proven best: 93 groups tie 24 domains"
     assert all(one.reason.endswith("(not proven best)") for one in found.left_out)
     names = set(found.chosen)
     assert all(len({one.node_id for one in unit} & names) in {0, 2} for unit in units_of(nodes, 2))
@@ -181,8 +184,8 @@ def test_past_the_bound_the_answer_says_so_and_is_legal() -> None:
 @pytest.mark.rule("C5", "D10")
 def test_a_world_that_is_there_is_kept_without_any_search() -> None:
     """Standbys that come and go restart nothing, and cost nothing, however hard the question is otherwise."""
-    nodes = tangle(96)
-    shape = shape_of(48, 2, 4)
+    nodes = tangle(192)
+    shape = shape_of(96, 2, 2)
     before = place(nodes, shape, {}, bounds=Bounds(5_000, 50_000))
     assert isinstance(before, Placement)
     again = place(nodes, shape, seats(before.chosen), bounds=Bounds(0, 0))
@@ -221,7 +224,7 @@ def test_the_bounds_bound_the_work() -> None:
         choice = choose(field.units, 64, 4, Bounds(component, 10 * component))
         assert not choice.proven
         assert choice.states < 3 * component + 64 * 1_000
-        assert (choice.tied_groups, choice.tied_domains) == (127, 32)
+        assert (choice.tied_groups, choice.tied_domains) == (124, 32)
 
 
 @pytest.mark.rule("C4", "C5")

@@ -26,7 +26,7 @@ from .model import (
 )
 from .seating import seat
 from .units import Field, lay_out
-from .words import LeftOut, at_most, shortage, undecided
+from .words import LeftOut, at_most, shortage, undecided, whole
 
 __all__ = [
     "BOUNDS",
@@ -118,5 +118,5 @@ def _unmet_wish(field: Field, shape: Shape, wanted: Wanted, choice: Choice) -> s
     along = f" together with {list_names(list(map(str, others)))}" if others else ""
     return (
         f"{list_names(list(map(str, unmet)))} cannot be in the world{along}: "
-        f"no such {shape.min_nodes} of {ready} ready nodes make whole groups and whole segments"
+        f"no {shape.min_nodes} of {ready} ready nodes make {whole(shape)} with {'it' if len(unmet) == 1 else 'them'}"
     )

@@ -67,7 +67,7 @@ class LeftOut:
             return f"the world of {size} keeps {self.kept} nodes of the cycle before"
         if self.chosen[-1] < position:
             return f"{size} nodes come before it in infra order"
-        return f"{_whole(self.shape)} that are better or come first make the world of {size}"
+        return f"{whole(self.shape)} that are better or come first make the world of {size}"
 
     def _left_over(self, unit: Unit) -> str | None:
         """Whether a domain of the unit gives all the whole segments that it has."""
@@ -82,7 +82,8 @@ class LeftOut:
         return None
 
 
-def _whole(shape: Shape) -> str:
+def whole(shape: Shape) -> str:
+    """What every world is made of."""
     parts = ["groups"] if shape.replacement_group_size > 1 else []
     parts += ["segments"] if shape.segment_size is not None else []
     return f"whole {' and whole '.join(parts)}" if parts else "nodes"
@@ -103,7 +104,7 @@ def shortage(field: Field, shape: Shape, wanted: Wanted, absent: Sequence[Absent
     most = at_most(field, shape)
     if most < shape.min_nodes:
         return f"{ready} nodes are ready, but at most {most} of {shape.min_nodes} can train together{because}"
-    return f"{ready} nodes are ready, but no {shape.min_nodes} of them make {_whole(shape)}{because}"
+    return f"{ready} nodes are ready, but no {shape.min_nodes} of them make {whole(shape)}{because}"
 
 
 def undecided(field: Field, groups: int, domains: int) -> str:
