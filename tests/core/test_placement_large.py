@@ -178,7 +178,7 @@ def test_past_the_bound_the_answer_says_so_and_is_legal() -> None:
     names = set(found.chosen)
     assert all(len({one.node_id for one in unit} & names) in {0, 2} for unit in units_of(nodes, 2))
     by_id = {one.node_id: one for one in nodes}
-    assert has_whole_segments([by_id[one] for one in found.chosen], 4)
+    assert has_whole_segments([by_id[one] for one in found.chosen], 2)
 
 
 @pytest.mark.rule("C5", "D10")
