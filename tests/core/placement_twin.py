@@ -138,13 +138,14 @@ def instances(draw: st.DrawFn, *, wishes: bool = False) -> Instance:
     count = draw(st.integers(1, MAX_TWIN_NODES))
     domains = draw(st.integers(1, 4))
     numbers = draw(st.permutations(range(count)))
+    in_a_row = draw(st.booleans())
     candidates = []
     for index in range(count):
         in_block = index * domains // count
         domain = draw(st.sampled_from([in_block, in_block, in_block, *range(domains)]))
         domain_name = None if draw(st.integers(0, 15)) == 15 else f"d{domain}"
         odd = draw(st.integers(0, 15))
-        group = None if odd == 15 else f"g{numbers[index] // group_size if odd < 14 else 0}"
+        group = None if odd == 15 else f"g{(numbers[index] if in_a_row else index) // group_size if odd < 14 else 0}"
         candidates.append(node(f"n{numbers[index]}", group, domain_name, last_resort=draw(st.integers(0, 7)) == 7))
     step = shape_step(group_size, segment_size)
     min_nodes = step * draw(st.integers(1, max(1, MAX_TWIN_NODES // step)))
