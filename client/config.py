@@ -20,7 +20,7 @@ from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
 from nvrx.core.ids import DomainId, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
-from nvrx.core.shape import NodeCounts, SettingsWish, Shape
+from nvrx.core.shape import NodeCounts, RankPolicy, SettingsWish, Shape
 from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources, variable
 from nvrx.runtime_dir import runtime_dir
 
@@ -100,13 +100,13 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
     for problem in (name_problem("--node-id", node_id), name_problem("--run-id", run_id) if run_id else None):
         if problem is not None:
             raise Failed(problem, EXIT_USAGE)
-    shape = _shape(options, env, node_id)
     try:
         sources = order_sources(env, socket.gethostname(), NodeId(node_id))
         place = array_rank(env)
         surroundings = _surroundings(options, env)
     except BadVariable as error:
         raise Failed(str(error), EXIT_USAGE) from error
+    shape = _shape(options, env, node_id, surroundings)
     config = NodeConfig(
         options=options,
         run_id=run_id,
@@ -153,8 +153,8 @@ def _refuse_launch(options: JoinOptions, env: Mapping[str, str]) -> None:
         raise Failed(problem, EXIT_USAGE)
 
 
-def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str) -> Shape:
-    """The shape that this node expects of the run (rules A2, A5, A6)."""
+def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str, around: Surroundings) -> Shape:
+    """The shape that this node expects of the run (rules A2, A5-A7)."""
     wishes = options.fingerprint
     shape = Shape(
         options.nnodes.min_nodes,
@@ -163,6 +163,9 @@ def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str) -> Shape:
         options.checkpoint_path,
         fingerprint(options.command, env, this_machine(options.command, env, node_id), wishes),
         parallel=parallel_sizes(options.parallel_sizes, options.command),
+        segment_size=around.segment_size,
+        replacement_group_size=around.replacement_group_size or 1,
+        rank_policy=RankPolicy((around.rank_policy or "infra").upper()),
     )
     problem = same_env_problem(wishes.same_env) or shape.problem()
     if problem is not None:

@@ -30,6 +30,7 @@ from .facts import (
 )
 from .ids import CycleNumber, Incarnation, NodeId
 from .run import Cycle, CycleState, Membership, Run, evolve
+from .shape import RankPolicy
 from .topology import OrderSource, order_key
 
 
@@ -243,6 +244,14 @@ def _world_chosen(run: Run, fact: WorldChosen) -> None:
 def _check_order(run: Run, fact: WorldChosen) -> None:
     if run.order_source is not None:
         require(fact.order_source is run.order_source, "B4", f"the order changed to {fact.order_source}")
+    size = run.shape.segment_size
+    for start in range(0, len(fact.seats), size or len(fact.seats)):
+        domains = {seat.node.domain_id for seat in fact.seats[start : start + (size or 0)]}
+        require(
+            len(domains) <= 1, "C3", f"cycle {fact.cycle}: the segment at {start} is of {sorted(map(str, domains))}"
+        )
+    if size is not None or run.shape.rank_policy is not RankPolicy.INFRA:
+        return
     source = fact.order_source
     infos = [run.members[seat.node.node_id].info for seat in fact.seats]
     keys = [order_key(source, one.order_sources.get(source), one.node_id) for one in infos]
@@ -253,6 +262,8 @@ def _check_survivors(run: Run, fact: WorldChosen) -> None:
     last = run.cycle
     if last is None or last.number < run.life_began_with:
         return
+    if run.shape.segment_size is not None or run.shape.replacement_group_size > 1:
+        return  # a survivor may have lost the others of its group or segment
     newcomers = [seat.node.node_id for seat in fact.seats if seat.node.node_id not in last.seat_of]
     displaced = [one.node.node_id for one in fact.standbys if one.node.node_id in last.seat_of]
     require(not (newcomers and displaced), "C5", f"{newcomers} took the seats of {displaced}, which are well")

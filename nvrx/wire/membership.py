@@ -23,7 +23,7 @@ from nvrx.core.parallel import ParallelSizes
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Reason, Refused
-from nvrx.core.shape import Settings, SettingsWish, Shape
+from nvrx.core.shape import RankPolicy, Settings, SettingsWish, Shape
 from nvrx.core.topology import OrderSource
 from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2
 
@@ -94,7 +94,14 @@ def _shape(request: join_pb2.JoinRequest) -> Shape:
         told.checkpoint_path,
         dict(request.fingerprint),
         parallel=_parallel_sizes(told.parallel_sizes),
+        segment_size=told.segment_size if told.HasField("segment_size") else None,
+        replacement_group_size=told.replacement_group_size if told.HasField("replacement_group_size") else 1,
+        rank_policy=_rank_policy(told.rank_policy),
     )
+
+
+def _rank_policy(value: common_pb2.RankPolicy.ValueType) -> RankPolicy:
+    return RankPolicy.STICKY if value == common_pb2.RANK_POLICY_STICKY else RankPolicy.INFRA
 
 
 def _parallel_sizes(told: common_pb2.ParallelSizes) -> ParallelSizes:
@@ -130,6 +137,9 @@ def shape_message(shape: Shape) -> common_pb2.Shape:
         workers_per_node=shape.workers_per_node,
         checkpoint_path=shape.checkpoint_path,
         parallel_sizes=_parallel_sizes_message(shape.parallel),
+        segment_size=shape.segment_size,
+        replacement_group_size=shape.replacement_group_size,
+        rank_policy=common_pb2.RankPolicy.Value(f"RANK_POLICY_{shape.rank_policy.value}"),
     )
 
 
