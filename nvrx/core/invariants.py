@@ -28,6 +28,7 @@ from .facts import (
     WorkersExited,
     WorldChosen,
 )
+from .groups import counted
 from .ids import CycleNumber, Incarnation, NodeId
 from .run import Cycle, CycleState, Membership, Run, evolve
 from .shape import RankPolicy
@@ -130,7 +131,8 @@ def _check_masters(run: Run) -> None:
 
 def _check_members(run: Run) -> None:
     live = [one.info for one in run.live_members()]
-    require(len(live) <= run.shape.max_nodes, "A5", f"{len(live)} members, at most {run.shape.max_nodes} are allowed")
+    count = sum(1 for _ in counted(run))
+    require(count <= run.shape.max_nodes, "A5", f"{count} members count, at most {run.shape.max_nodes} are allowed")
     short = len(live) < run.shape.min_nodes
     require(short == (run.short_since is not None), "D9", f"{len(live)} members, yet short since {run.short_since}")
     source = run.order_source

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from .commands import Join
 from .facts import Fact, NodeInfo, NodeJoined, NodeLost, RunReopened
+from .groups import counted, replaced_by, require_own_group
 from .ids import name_problem
 from .presence import Presence
 from .refused import Reason, Refused
-from .run import Member, Run
+from .run import Member, Run, evolve
 from .shape import Settings, SettingsWish, Shape, differences
 from .topology import VARIABLE, OrderSource, advice_on_tie, order_key, order_value_problem, settle_source
 
 MAX_CHECKPOINT_PATH = 4096
 MAX_FINGERPRINT = 256 * 1024
+MAX_MEMBERS_PER_NODE = 4
+"""Live members for each node of MAX, those that do not count among them."""
 MAX_LAST_CYCLE = 2**30
 """Cycles are 32-bit on the wire: far from the end, whatever a node says it has seen."""
 
@@ -77,6 +82,11 @@ def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list
         )
     if member is not None and member.is_live:
         facts.append(_replace(presence, member, command.node, now))
+    require_own_group(run, command.node)
+    older = replaced_by(run, command.node)
+    why = f"its unit was started again: node {command.node.node_id} is of restart {command.node.restart_count}"
+    facts += [NodeLost(now, one.info.node_id, one.info.incarnation, why) for one in older]
+    run = reduce(evolve, facts, run)
     _require_room(run, command.node)
     _require_own_place(run, command.node, presence.timing.lease_ttl_s)
     return [*facts, NodeJoined(now, command.node)]
@@ -139,13 +149,20 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
 
 
 def _require_room(run: Run, newcomer: NodeInfo) -> None:
-    there = sum(1 for one in run.live_members() if one.info.node_id != newcomer.node_id)
-    if there >= run.shape.max_nodes:
+    others = [one for one in run.live_members() if one.info.node_id != newcomer.node_id]
+    if len(others) >= MAX_MEMBERS_PER_NODE * run.shape.max_nodes:
+        raise Refused(
+            Reason.LIMIT_EXCEEDED,
+            f"run {run.run_id} has {len(others)} members that cannot be chosen or stand by; stop the agents of "
+            "broken units",
+            {"run_id": run.run_id},
+        )
+    there = {one.info.node_id for one in counted(evolve(run, NodeJoined(run.last_at, newcomer)))}
+    if newcomer.node_id in there and len(there) > run.shape.max_nodes:
         raise Refused(
             Reason.RUN_FULL,
-            f"run {run.run_id} has {there} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
-            "one more",
-            {"run_id": run.run_id, "nodes": str(there), "max_nodes": str(run.shape.max_nodes)},
+            f"run {run.run_id} allows {run.shape.max_nodes} nodes; {newcomer.node_id} would make it {len(there)}",
+            {"run_id": run.run_id, "nodes": str(len(there) - 1), "max_nodes": str(run.shape.max_nodes)},
         )
 
 
