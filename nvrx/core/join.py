@@ -157,12 +157,14 @@ def _require_room(run: Run, newcomer: NodeInfo) -> None:
             "broken units",
             {"run_id": run.run_id},
         )
+    before = sum(1 for one in counted(run) if one.info.node_id != newcomer.node_id)
     there = {one.info.node_id for one in counted(evolve(run, NodeJoined(run.last_at, newcomer)))}
     if newcomer.node_id in there and len(there) > run.shape.max_nodes:
         raise Refused(
             Reason.RUN_FULL,
-            f"run {run.run_id} allows {run.shape.max_nodes} nodes; {newcomer.node_id} would make it {len(there)}",
-            {"run_id": run.run_id, "nodes": str(len(there) - 1), "max_nodes": str(run.shape.max_nodes)},
+            f"run {run.run_id} has {before} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be one more"
+            f"{'' if len(there) == before + 1 else f', and make its group whole: {len(there)}'}",
+            {"run_id": run.run_id, "nodes": str(before), "max_nodes": str(run.shape.max_nodes)},
         )
 
 

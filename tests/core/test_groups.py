@@ -108,8 +108,8 @@ def test_a_group_has_no_more_members_than_its_size() -> None:
 @pytest.mark.rule("B6")
 def test_a_requeued_unit_replaces_its_older_members_at_once() -> None:
     """On other hosts, of which the old ones were never heard to end."""
-    old = {name: ("1", "700", 0) for name in ("n0", "n1")}
-    new = {name: ("1", "700", 1) for name in ("n4", "n5")}
+    old = dict.fromkeys(("n0", "n1"), ("1", "700", 0))
+    new = dict.fromkeys(("n4", "n5"), ("1", "700", 1))
     world = Grouped(2, 4, units=old | new)
     world.join("n0", "n1")
     world.advance(2)
