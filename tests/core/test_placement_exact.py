@@ -245,6 +245,14 @@ def test_a_last_resort_gives_way_even_if_it_trained_before() -> None:
     assert isinstance(found, Placement), "last, not never"
 
 
+@pytest.mark.rule("C1", "C2")
+def test_last_resorts_are_counted_by_node_not_by_group() -> None:
+    nodes = [node(f"n{index}", f"g{index // 2}", last_resort=index < 3) for index in range(4)]
+    found = place(nodes, shape_of(2, 2, None), {})
+    assert isinstance(found, Placement)
+    assert found.chosen == ("n2", "n3"), "one last resort rather than two"
+
+
 @pytest.mark.rule("C2")
 def test_a_group_with_too_many_members_does_not_count() -> None:
     nodes = [node("n0", "g0"), node("n1", "g0"), node("n2", "g0"), node("n3", "g1"), node("n4", "g1")]
