@@ -270,6 +270,23 @@ def test_two_groups_across_the_same_two_domains() -> None:
     assert found.chosen == ("n0", "n2", "n1", "n3"), "domains unbroken"
 
 
+@pytest.mark.rule("C3", "C4")
+def test_two_units_may_be_whole_in_one_domain_and_not_in_the_other() -> None:
+    """Groups of 3 with 2 nodes in one domain and 1 in another: two fill a segment of 4 in the first, four in both."""
+    nodes = [
+        node(f"{pair}{group}-{index}", f"{pair}{group}", f"{pair}{'AAB'[index]}")
+        for pair in "xy"
+        for group in range(4)
+        for index in range(3)
+    ]
+    shape = shape_of(12, 3, 4)
+    three_each = [one for one in nodes if one.group not in {"x0", "y0"}]
+    assert isinstance(place(three_each, shape, {}), Shortage)
+    found = place([one for one in nodes if one.group != "x0"], shape, {})
+    assert isinstance(found, Placement)
+    assert {one[0] for one in found.chosen} == {"y"}
+
+
 @pytest.mark.rule("C4")
 def test_the_bound_is_counted_over_all_components() -> None:
     """Many small components, each within its own bound: the sum has one as well."""
