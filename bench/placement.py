@@ -80,9 +80,9 @@ CASES = (
     IN_DOMAINS,
     replace(IN_DOMAINS, name="the same, sticky ranks", policy=RankPolicy.STICKY),
     Case("no groups, no segments", 8, 1, None, 0.75, has_aim=True),
-    Case("groups of 4 across domains of 18, segments of 16", 18, 4, 16, 0.4),
+    Case("groups of 4 across domains of 18, segments of 16", 18, 4, 16, 0.375),
     Case("groups of 3 across domains of 8, segments of 4", 8, 3, 4, 0.5),
-    Case("pairs across every border of domains of 8, segments of 4", 8, 2, 4, 0.5, offset=1),
+    Case("pairs across every border of domains of 8, segments of 4", 8, 2, 4, 0.25, offset=1),
 )
 
 

@@ -245,6 +245,14 @@ def test_a_last_resort_gives_way_even_if_it_trained_before() -> None:
     assert isinstance(found, Placement), "last, not never"
 
 
+@pytest.mark.rule("C1", "C2")
+def test_last_resorts_are_counted_by_node_not_by_group() -> None:
+    nodes = [node(f"n{index}", f"g{index // 2}", last_resort=index < 3) for index in range(4)]
+    found = place(nodes, shape_of(2, 2, None), {})
+    assert isinstance(found, Placement)
+    assert found.chosen == ("n2", "n3"), "one last resort rather than two"
+
+
 @pytest.mark.rule("C2")
 def test_a_group_with_too_many_members_does_not_count() -> None:
     nodes = [node("n0", "g0"), node("n1", "g0"), node("n2", "g0"), node("n3", "g1"), node("n4", "g1")]
@@ -260,6 +268,23 @@ def test_two_groups_across_the_same_two_domains() -> None:
     found = place(nodes, shape_of(4, 2, 2), {})
     assert isinstance(found, Placement)
     assert found.chosen == ("n0", "n2", "n1", "n3"), "domains unbroken"
+
+
+@pytest.mark.rule("C3", "C4")
+def test_two_units_may_be_whole_in_one_domain_and_not_in_the_other() -> None:
+    """Groups of 3 with 2 nodes in one domain and 1 in another: two fill a segment of 4 in the first, four in both."""
+    nodes = [
+        node(f"{pair}{group}-{index}", f"{pair}{group}", f"{pair}{'AAB'[index]}")
+        for pair in "xy"
+        for group in range(4)
+        for index in range(3)
+    ]
+    shape = shape_of(12, 3, 4)
+    three_each = [one for one in nodes if one.group not in {"x0", "y0"}]
+    assert isinstance(place(three_each, shape, {}), Shortage)
+    found = place([one for one in nodes if one.group != "x0"], shape, {})
+    assert isinstance(found, Placement)
+    assert {one[0] for one in found.chosen} == {"y"}
 
 
 @pytest.mark.rule("C4")

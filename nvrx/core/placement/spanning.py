@@ -22,7 +22,7 @@ from .values import Value, Values
 Table: TypeAlias = Mapping[int, Value]
 """The best value for each possible number of units."""
 Code = NewType("Code", int)
-"""The residues of the open domains: digits in base segment size, one slot per open domain."""
+"""The residues of the open domains, one field of bits each."""
 States: TypeAlias = dict[Code, dict[int, Value]]
 """By the residues, then the number of units taken."""
 Classes: TypeAlias = Mapping[Residues, Sequence[Unit]]
@@ -140,6 +140,8 @@ class _Walk:
         self.values = Values(p for units in self.classes.values() for unit in units for p in unit.worth.positions)
         self.unit_of = {unit.worth.positions[0]: unit for units in self.classes.values() for unit in units}
         self.looks = 0
+        self.field_bits = (self.base - 1).bit_length()
+        self.slots = len({one.domain for residues in self.classes for one in residues})
 
     def run(
         self, allowed: int | None, *, width: int | None = None, fixed: Collection[Residues] = ()
@@ -151,7 +153,7 @@ class _Walk:
         limit = None if allowed is None else self.looks + allowed
         states: States = {Code(0): {0: Value(0)}}
         slots: dict[DomainId, int] = {}
-        free = [*range(len({one.domain for step in self.steps for one in step.residues}))]
+        free = [*range(self.slots)]
         remaining = sum(map(len, self.classes.values()))
         expected = 0
         for step in self.steps:
@@ -166,11 +168,10 @@ class _Walk:
             states = self._decide(states, step.residues, slots, choices, least, limit)
             for domain in step.closes:
                 slot = slots.pop(domain)
-                place = self.base**slot
                 heapq.heappush(free, slot)
-                states = {code: taken for code, taken in states.items() if code // place % self.base == 0}
+                states = {code: taken for code, taken in states.items() if self._residue(code, slot) == 0}
             if width is not None:
-                states = _thinned(states, width, self.base, expected)
+                states = self._thinned(states, width, expected)
         return states.get(Code(0), {})
 
     def _decide(
@@ -205,42 +206,44 @@ class _Walk:
 
     def _shifted(self, code: Code, residues: Residues, slots: Mapping[DomainId, int], more: int) -> Code:
         for residue in residues:
-            place = self.base ** slots[residue.domain]
-            digit = code // place % self.base
-            code = Code(code + ((digit + more * residue.nodes) % self.base - digit) * place)
+            slot = slots[residue.domain]
+            before = self._residue(code, slot)
+            after = (before + more * residue.nodes) % self.base
+            code = Code(code + ((after - before) << slot * self.field_bits))
         return code
+
+    def _residue(self, code: Code, slot: int) -> int:
+        return code >> slot * self.field_bits & ((1 << self.field_bits) - 1)
+
+    def _broken(self, code: Code) -> int:
+        """How many residues are not 0."""
+        any_bit = int(code)
+        for shift in range(1, self.field_bits):
+            any_bit |= code >> shift
+        lowest = ((1 << self.slots * self.field_bits) - 1) // ((1 << self.field_bits) - 1)
+        return (any_bit & lowest).bit_count()
+
+    def _thinned(self, states: States, width: int, expected: int) -> States:
+        """The `width` most promising: numbers of units near the anchor's, fewest open residues, then best value."""
+        if sum(map(len, states.values())) <= width:
+            return states
+        by_count: dict[int, list[tuple[int, int, Code]]] = {}
+        for code, taken in states.items():
+            open_residues = self._broken(code)
+            for units, value in taken.items():
+                by_count.setdefault(units, []).append((open_residues, -value, code))
+        near = sorted(by_count, key=lambda count: (abs(count - expected), count))[: max(1, width // STATES_PER_COUNT)]
+        share = width // len(near)
+        kept: States = {}
+        for units in near:
+            for _, bad, code in heapq.nsmallest(share, by_count[units]):
+                kept.setdefault(code, {})[units] = Value(-bad)
+        return kept
 
     def translate(self, value: Value, values: Values) -> Value:
         """The same set, in the numbers of the whole."""
         chosen = [self.unit_of[one] for one in self.values.positions(value) if one in self.unit_of]
         return values.of(combined([unit.worth for unit in chosen]))
-
-
-def _thinned(states: States, width: int, base: int, expected: int) -> States:
-    """The `width` most promising states: numbers of units near the anchor's, fewest open residues, then best value."""
-    if sum(map(len, states.values())) <= width:
-        return states
-    by_count: dict[int, list[tuple[int, int, Code]]] = {}
-    for code, taken in states.items():
-        open_residues = _digits(code, base)
-        for units, value in taken.items():
-            by_count.setdefault(units, []).append((open_residues, -value, code))
-    near = sorted(by_count, key=lambda count: (abs(count - expected), count))[: max(1, width // STATES_PER_COUNT)]
-    share = width // len(near)
-    kept: States = {}
-    for units in near:
-        for _, bad, code in heapq.nsmallest(share, by_count[units]):
-            kept.setdefault(code, {})[units] = Value(-bad)
-    return kept
-
-
-def _digits(code: int, base: int) -> int:
-    """How many digits are not 0."""
-    found = 0
-    while code:
-        found += code % base != 0
-        code //= base
-    return found
 
 
 def _order(classes: Classes) -> list[Step]:
