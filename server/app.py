@@ -51,6 +51,7 @@ from .store_host.ports import PortRange
 log = logging.getLogger("nvrx.coord")
 
 STOP_WITHIN_S = 3.0
+STORE_LOG = "store.log"
 _GC_THRESHOLDS = (50_000, 20, 100)
 """Default thresholds put a full collection over all streams into broadcasts: 170 ms became 400 ms at 4,000."""
 
@@ -175,6 +176,7 @@ class Coordinator:
                 host=config.listen.host,
                 address=_told_address(config),
                 paths=paths_for(config.runtime_dir, self.engine.journal_id),
+                log_file=(config.state_dir or Path(config.runtime_dir)) / STORE_LOG,
                 lasting_port=config.store_port,
                 cycle_ports=config.store_ports,
             ),

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 from .codec import i64, text, u32, u64
-from .opcodes import MAGIC, STOP_WAITING, Opcode
+from .opcodes import MAGIC, STOP_WAITING, WAIT_CANCELED, Opcode
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class StoreClient:
         nonce = secrets.token_bytes(4)
         hello = _command(Opcode.VALIDATE, u32(MAGIC)) + _command(Opcode.PING, nonce)
         if await client._ask(hello, lambda: client._read(4)) != nonce:
-            raise StoreGone("what answers is not a store")
+            raise client._gone("what answers is not a store")
         return client
 
     async def set(self, key: str, value: bytes) -> None:
@@ -86,21 +86,26 @@ class StoreClient:
         async with self._turn:
             self._write(_command(Opcode.WAIT, _keys(keys)))
             try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await self._read(1)
-            except TimeoutError:
-                await self._cancel_wait()
-                raise KeyTimeout from None
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        answer = await self._read(1)
+                except TimeoutError:
+                    answer = await self._cancel_wait()
             except asyncio.CancelledError:
                 self.close()  # its answer would be taken for the next one's
                 raise
+        if answer == WAIT_CANCELED:
+            raise KeyTimeout
         if answer != STOP_WAITING:
             raise self._gone("a wait was answered with something else")
 
-    async def _cancel_wait(self) -> None:
+    async def _cancel_wait(self) -> bytes:
+        """What ended the wait: the keys may have come just before."""
         self._write(_command(Opcode.CANCEL_WAIT))
-        if await self._read(1) == STOP_WAITING:  # the keys had come just before
+        answer = await self._read(1)
+        if answer == STOP_WAITING:
             await self._read(1)
+        return answer
 
     async def delete(self, key: str) -> bool:
         """Whether the key was there."""

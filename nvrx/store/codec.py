@@ -73,6 +73,8 @@ class Parser:
 
     def feed(self, data: bytes) -> list[Command]:
         """The commands that are whole now, up to the first that is none: then `failure` is set."""
+        if self.failure is not None:
+            return []
         if self._held:
             self._held += len(data)
             self._chunks.append(data)
@@ -85,6 +87,7 @@ class Parser:
             position = self._parse(data, commands)
         except BadCommand as failure:
             self.failure = failure
+            self._held, self._list = 0, None
             return commands
         self._held = len(data) - position
         if self._held:
@@ -152,15 +155,15 @@ class Parser:
                 break
             entries.append(data[after : after + length])
             position = after + length
-        else:
-            open_list.command.append(entries)
-            commands.append(open_list.command)
-            self._list = None
         open_list.size += position - start
         if open_list.size > MAX_COMMAND_BYTES:
             raise BadCommand(
                 f"{Opcode(open_list.command[0]).name} is over {MAX_COMMAND_BYTES} bytes, the limit of one command"
             )
+        if len(entries) == open_list.length:
+            open_list.command.append(entries)
+            commands.append(open_list.command)
+            self._list = None
         return position
 
 

@@ -18,9 +18,10 @@ MAX_KEYS = 128 * 1024
 """Keys in one CHECK, WAIT, MULTI_GET or MULTI_SET. These three limits are torch's own."""
 
 MAX_COMMAND_BYTES = 64 * 1024 * 1024
+MAX_APPENDED_BYTES = 64 * 1024 * 1024
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 MAX_SPACE_BYTES = 1024 * 1024 * 1024
-"""Keys, values and queues of one key space together. These three are ours: torch bounds none of them."""
+"""Keys, values and queues of one key space together. These four are ours: torch bounds none of them."""
 
 
 class Opcode(enum.IntEnum):

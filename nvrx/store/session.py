@@ -5,17 +5,21 @@ Bytes go in by `feed`; replies leave by `send`, also later, when what WAIT or BA
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
-from .codec import BadCommand, Parser, i64, text, u32, u64
+from .codec import BadCommand, Command, Parser, i64, text, u32, u64
 from .opcodes import MAGIC, MAX_REPLY_BYTES, NOT_READY, READY, STOP_WAITING, WAIT_CANCELED, Opcode
 from .space import KeySpace, Waiter
+
+_FIRST = bytes((Opcode.VALIDATE,))
+_NOT_TORCH = "the connection does not begin as torch's store clients do"
 
 
 class Session:
     """A client of a key space. `may_write_all`: also below the space's read-only prefix."""
 
-    __slots__ = ("_guard", "_parser", "_send", "_space", "_validated", "_waiter")
+    __slots__ = ("_guard", "_later", "_parser", "_paused", "_send", "_space", "_validated", "_waiter")
 
     def __init__(self, space: KeySpace, send: Callable[[bytes], object], may_write_all: bool = False) -> None:
         self._space = space
@@ -24,6 +28,8 @@ class Session:
         self._parser = Parser()
         self._waiter = Waiter(self._woken)
         self._validated = False
+        self._paused = False
+        self._later: Iterator[Command] = iter(())
 
     @property
     def is_waiting(self) -> bool:
@@ -36,16 +42,39 @@ class Session:
 
     def feed(self, data: bytes) -> None:
         """Do what is asked, in order. Raises BadCommand: the connection is to be cut off, and this session closed."""
-        for command in self._parser.feed(data):
+        if not self._validated and not self._parser.held_bytes and data[:1] not in (b"", _FIRST):
+            raise BadCommand(_NOT_TORCH)  # before anything is held for it
+        commands = self._parser.feed(data)
+        if self._paused:
+            self._later = chain(self._later, commands)
+        else:
+            self._do(iter(commands))
+
+    def pause(self) -> None:
+        """The client does not read its answers. Commands wait from now on, also in the middle of what was fed: a few
+        bytes can ask for gigabytes."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on with the commands that waited. Raises BadCommand as `feed` does."""
+        self._paused = False
+        later, self._later = self._later, iter(())
+        self._do(later)
+
+    def _do(self, commands: Iterator[Command]) -> None:
+        for command in commands:
             opcode = command[0]
             if not self._validated:
                 if opcode != Opcode.VALIDATE or command[1] != MAGIC:
-                    raise BadCommand("the connection does not begin as torch's store clients do")
+                    raise BadCommand(_NOT_TORCH)
                 self._validated = True
                 continue
             reply = _HANDLERS[opcode](self, *command[1:])
             if reply is not None:
                 self._send(reply)
+                if self._paused:
+                    self._later = commands
+                    return
         if self._parser.failure is not None:
             raise self._parser.failure
 
@@ -138,6 +167,8 @@ class Session:
 
     def _list_keys(self) -> bytes:
         keys = list(self._space.values)
+        if sum(map(len, keys)) + 8 * len(keys) > MAX_REPLY_BYTES:
+            raise BadCommand(f"LIST_KEYS asks for more than {MAX_REPLY_BYTES} bytes, the limit of one reply")
         return i64(len(keys)) + b"".join(map(text, keys))
 
     def _barrier(self, key: bytes, world: int) -> bytes | None:

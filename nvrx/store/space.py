@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from .codec import BadCommand
-from .opcodes import MAX_SPACE_BYTES
+from .opcodes import MAX_APPENDED_BYTES, MAX_SPACE_BYTES
 
 # What C's strtoll takes as a number: torch stores sums as decimal text and reads back whatever is there.
-_NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?)0*([0-9]+)")
 _I64_MIN, _I64_MAX = -(2**63), 2**63 - 1
+_I64_DIGITS = 19
+ENTRY_BYTES, QUEUE_BYTES = 160, 800
+"""What an entry, and a queue, takes besides its own bytes: millions of tiny keys count as what they are."""
 
 
 class Waiter:
@@ -38,7 +41,7 @@ class KeySpace:
         self._waiting: dict[bytes, dict[Waiter, None]] = {}
         self._max_bytes = max_bytes
         self.held_bytes = 0
-        """Of keys, values and what is queued."""
+        """Of keys, values and what is queued, with what they take besides."""
 
     # ---- values -------------------------------------------------------------------------------------------
 
@@ -75,8 +78,11 @@ class KeySpace:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Raises BadCommand where the whole would be longer than a value may be."""
-        self._put(key, self.values.get(key, b"") + value)
+        """Raises BadCommand where the whole would be over MAX_APPENDED_BYTES."""
+        found = self.values.get(key, b"")
+        if len(found) + len(value) > MAX_APPENDED_BYTES:
+            raise BadCommand(f"key {key[:64]!a} would hold more than {MAX_APPENDED_BYTES} bytes by what is appended")
+        self._put(key, found + value)
         self._wake_all(key)
 
     def delete(self, key: bytes) -> bool:
@@ -84,15 +90,18 @@ class KeySpace:
         found = self.values.pop(key, None)
         if found is None:
             return False
-        self.held_bytes -= len(key) + len(found)
+        self.held_bytes -= ENTRY_BYTES + len(key) + len(found)
         return True
 
     # ---- queues -------------------------------------------------------------------------------------------
 
     def queue_push(self, key: bytes, value: bytes) -> None:
         """Wakes the one who has waited longest."""
-        self._grow(key, len(key) + len(value))
-        self._queues.setdefault(key, deque()).append(value)
+        queue = self._queues.get(key)
+        self._grow(key, (QUEUE_BYTES if queue is None else 0) + ENTRY_BYTES + len(key) + len(value))
+        if queue is None:
+            queue = self._queues[key] = deque()
+        queue.append(value)
         waiting = self._waiting.get(key)
         if waiting:
             self._arrived(key, next(iter(waiting)))
@@ -104,9 +113,10 @@ class KeySpace:
             return 0, None
         length = len(queue)
         value = queue.popleft()
-        self.held_bytes -= len(key) + len(value)
+        self.held_bytes -= ENTRY_BYTES + len(key) + len(value)
         if not queue:
             del self._queues[key]
+            self.held_bytes -= QUEUE_BYTES
         return length, value
 
     def queue_length(self, key: bytes) -> int:
@@ -160,7 +170,8 @@ class KeySpace:
 
     def _wake_all(self, key: bytes) -> None:
         for waiter in tuple(self._waiting.get(key, ())):
-            self._arrived(key, waiter)
+            if waiter in self._waiting.get(key, ()):  # and has not been cancelled by one woken before
+                self._arrived(key, waiter)
 
     def _arrived(self, key: bytes, waiter: Waiter) -> None:
         waiting = self._waiting[key]
@@ -176,7 +187,7 @@ class KeySpace:
 
     def _put(self, key: bytes, value: bytes) -> None:
         found = self.values.get(key)
-        growth = len(value) + len(key) if found is None else len(value) - len(found)
+        growth = ENTRY_BYTES + len(key) + len(value) if found is None else len(value) - len(found)
         self._grow(key, growth)
         self.values[key] = value
 
@@ -188,7 +199,7 @@ class KeySpace:
 
 def _number(key: bytes, value: bytes) -> int:
     found = _NUMBER.match(value)
-    number = int(found[1]) if found is not None and len(found[1]) <= 20 else None
+    number = int(found[1] + found[2]) if found is not None and len(found[2]) <= _I64_DIGITS else None
     if number is None or not _I64_MIN <= number <= _I64_MAX:
         raise BadCommand(f"key {key[:64]!a} holds {value[:32]!a}, not a 64-bit number")
     return number

@@ -83,18 +83,29 @@ class _Connection(asyncio.Protocol):
         try:
             self._session.feed(data)
         except BadCommand as error:
-            log.warning("cut off %s on port %d: %s", self._name(), self._server.port, error)
-            self.abort()
+            self._cut_off(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._session.close()
         self._server.connections.discard(self)
 
     def pause_writing(self) -> None:
+        self._session.pause()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        if self._transport.is_closing():
+            return
         self._transport.resume_reading()
+        try:
+            self._session.resume()
+        except BadCommand as error:
+            self._cut_off(error)
+
+    def _cut_off(self, error: BadCommand) -> None:
+        log.warning("cut off %s on port %d: %s", self._name(), self._server.port, error)
+        self._session.close()
+        self._transport.close()  # what was asked before has its answer
 
     def abort(self) -> None:
         self._session.close()

@@ -53,10 +53,6 @@ class Paths:
     def socket(self) -> Path:
         return self.directory / f"store-{self.key}.sock"
 
-    @property
-    def log(self) -> Path:
-        return self.directory / f"store-{self.key}.log"
-
 
 @contextlib.contextmanager
 def within_limit(path: Path) -> Iterator[str]:
@@ -99,7 +95,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
     try:
         line = await reader.readuntil(b"\n")
         message = json.loads(line)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError):
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 

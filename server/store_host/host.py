@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nvrx
-from nvrx.core.ids import RunId
+from nvrx.core.ids import JournalId, RunId
 from nvrx.core.presence import HostedStores
 from nvrx.core.stores import hosted_ports, ports_in_use
 from nvrx.runtime_dir import make_private
@@ -46,6 +46,8 @@ READY_WITHIN_S = 60.0
 """torch's import takes seconds on a busy host."""
 AGAIN_AFTER_S = 1.0
 _REATTACH_TRIES = 3
+_MAX_LOG_BYTES = 10 * 1024 * 1024
+"""Of the store process's log when one is started: a longer one is put aside, and the one before that is lost."""
 _KEY_LENGTH = 16
 """Of the journal's id, in file names: the path of a Unix socket has 107 characters at most."""
 _BOOT = (
@@ -70,6 +72,7 @@ class StoreConfig:
     host: str
     address: str
     paths: Paths
+    log_file: Path
     lasting_port: int = 0
     cycle_ports: PortRange | None = None
 
@@ -199,21 +202,23 @@ class StoreHost:
         if config.cycle_ports is not None:
             argv += ["--cycle-ports", str(config.cycle_ports.low), str(config.cycle_ports.high)]
         try:
-            self._process = _spawn(argv, paths.log)
+            self._process = _spawn(argv, config.log_file)
             line = await asyncio.wait_for(asyncio.to_thread(_first_line, self._process), READY_WITHIN_S)
         except (OSError, TimeoutError) as error:
             self._kill()
             raise StoreNotStarted(f"cannot start the store process: {error or 'it does not get ready'}") from error
         if line != READY:
             self._kill()
-            raise StoreNotStarted(line.removeprefix("failed ") or f"the store process ended; its log is {paths.log}")
+            raise StoreNotStarted(
+                line.removeprefix("failed ") or f"the store process ended; its log is {config.log_file}"
+            )
         self._record = read_record(paths)
         try:
             await self._attach()
         except (_ProcessGone, OSError) as error:
-            raise StoreNotStarted(f"the store process ended as it began; its log is {paths.log}") from error
+            raise StoreNotStarted(f"the store process ended as it began; its log is {config.log_file}") from error
         assert self._record is not None
-        log.info("store process %d started; its log is %s", self._record.pid, paths.log)
+        log.info("store process %d started; its log is %s", self._record.pid, config.log_file)
 
     async def _attach(self) -> None:
         """Raises _ProcessGone or OSError."""
@@ -392,6 +397,8 @@ class StoreHost:
 
 def _spawn(argv: list[str], log_file: Path) -> subprocess.Popen[bytes]:
     """With a log of its own: whoever reads our standard error must see its end when we end, not when this does."""
+    if log_file.exists() and log_file.stat().st_size > _MAX_LOG_BYTES:
+        log_file.replace(log_file.with_suffix(".1.log"))
     with log_file.open("ab") as errors:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
@@ -409,6 +416,6 @@ def _import_root() -> Path:
     return Path(nvrx.__file__).parent.parent
 
 
-def paths_for(directory: str, journal_id: str) -> Paths:
+def paths_for(directory: str, journal_id: JournalId) -> Paths:
     """The files of the store process that belongs to a journal."""
     return Paths(Path(directory), journal_id[:_KEY_LENGTH])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import socket
-from collections import deque
 from dataclasses import dataclass
 
 BACKLOG = 4096
@@ -28,14 +27,17 @@ class PortRange:
 
 
 class Ports:
-    """Ports of one address. `host` is numeric, or a name that is looked up once."""
+    """Ports of one address. `host` is numeric, or a name that is looked up once: raises NoPort where that fails."""
 
     def __init__(self, host: str, cycle_ports: PortRange | None) -> None:
         self.host = host
         self._range = cycle_ports
         self._next = cycle_ports.low if cycle_ports is not None else 0
-        self._retired: deque[socket.socket] = deque()
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._retired: dict[int, socket.socket] = {}
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        except (OSError, UnicodeError) as error:
+            raise NoPort(f"cannot listen on {host} for the store: {error}") from error
         self._family = family
         self._address = str(address[0])
 
@@ -52,38 +54,49 @@ class Ports:
         """A listening socket on a port that no cycle has had, or not for long. Raises NoPort."""
         if self._range is None:
             return self._any()
-        tried = self._range.high - self._range.low + 1
-        for allow_retired in (False, True):
-            if allow_retired:
-                self._release_all()
-            for _ in range(tried):
-                port = self._next
-                self._next = port + 1 if port < self._range.high else self._range.low
-                with contextlib.suppress(OSError):
-                    return self._listen(port)
+        for _ in range(self._range.high - self._range.low + 1):
+            port = self._next
+            self._next = port + 1 if port < self._range.high else self._range.low
+            if port not in self._retired and (one := self._try(port)) is not None:
+                return one
+        for port in list(self._retired):  # the oldest first
+            self._retired.pop(port).close()
+            if (one := self._try(port)) is not None:
+                return one
         raise NoPort(f"every port of --store-ports {self._range} on {self.host} is taken; give a wider range")
+
+    def _try(self, port: int) -> socket.socket | None:
+        """None where somebody has it. Raises NoPort where another would not help."""
+        try:
+            return self._listen(port)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return None
+            raise self._no_port(error) from error
 
     def _any(self) -> socket.socket:
         try:
             return self._listen(0)
         except OSError as error:
-            raise NoPort(f"cannot listen on {self.host} for the store of a cycle: {error.strerror}") from error
+            raise self._no_port(error) from error
+
+    def _no_port(self, error: OSError) -> NoPort:
+        return NoPort(f"cannot listen on {self.host} for the store of a cycle: {error.strerror}")
 
     def retire(self, port: int) -> None:
         """A cycle's port was closed: nobody gets it for now, and nobody answers there."""
-        held = self._socket()
+        try:
+            held = self._socket()
+        except OSError:  # no descriptor is left for this
+            return
         try:
             held.bind((self._address, port))
         except OSError:
             held.close()
             return
-        self._retired.append(held)
+        self._retired[port] = held
         if len(self._retired) > MAX_RETIRED:
-            self._retired.popleft().close()
-
-    def _release_all(self) -> None:
-        while self._retired:
-            self._retired.popleft().close()
+            self._retired.pop(next(iter(self._retired))).close()
 
     def _socket(self) -> socket.socket:
         one = socket.socket(self._family, socket.SOCK_STREAM)

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -48,8 +49,6 @@ from .torch_server import TorchServer
 
 log = logging.getLogger("nvrx.store")
 
-LINGER_S = 10.0
-"""How long a process without coordinator and without clients of a cycle waits for either."""
 READ_ONLY_BELOW = b"/nvrx/"
 """Keys of the lasting port that the coordinator writes; torch's clients put the first slash before every key."""
 MAX_OPENED_AT_ONCE = 64
@@ -68,13 +67,22 @@ class StoreServer(Protocol):
     async def serve_privileged(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None: ...
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a process waits. `linger_s`: without coordinator and without clients of a cycle, for either."""
+
+    linger_s: float = 10.0
+    hello_within_s: float = HELLO_WITHIN_S
+
+
 class StoreProcess:
     """All stores of one coordinator."""
 
-    def __init__(self, kind: Kind, ports: Ports, paths: Paths) -> None:
+    def __init__(self, kind: Kind, ports: Ports, paths: Paths, patience: Patience) -> None:
         self._kind = kind
         self._ports = ports
         self._paths = paths
+        self._patience = patience
         self._cycles: dict[int, StoreServer] = {}
         self._lasting: StoreServer | None = None
         self._secret = secrets.token_hex(32)
@@ -110,13 +118,14 @@ class StoreProcess:
             if self._told_to_end and not self._clients():
                 log.info("no client is left, and the coordinator ended")
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_S):
+            try:
+                async with asyncio.timeout(self._patience.linger_s):
                     self._news.clear()
                     await self._news.wait()
-            if not self._coordinators and not self._clients():
-                log.info("neither a coordinator nor a client came for %g s", LINGER_S)
-                return
+            except TimeoutError:
+                if not self._coordinators and not self._clients():
+                    log.info("neither a coordinator nor a client came for %g s", self._patience.linger_s)
+                    return
 
     def _clients(self) -> int:
         return sum(server.clients for server in self._cycles.values())
@@ -130,10 +139,10 @@ class StoreProcess:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(HELLO_WITHIN_S):
+            async with asyncio.timeout(self._patience.hello_within_s):
                 hello = await read_message(reader)
             secret = hello.get("secret") if hello is not None else None
-            if not isinstance(secret, str) or not hmac.compare_digest(secret, self._secret):
+            if not isinstance(secret, str) or not hmac.compare_digest(ascii(secret), ascii(self._secret)):
                 log.warning("refused somebody on the control socket who does not know the secret")
                 return
             self._coordinators.add(writer)
@@ -146,11 +155,13 @@ class StoreProcess:
                     return
                 write_message(writer, await self._do(message))
                 await writer.drain()
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, asyncio.CancelledError) as error:
+            # Cancelled as the process ends; asyncio's streams would log that with a traceback.
             log.debug("a control connection ended: %s", error)
         finally:
-            self._coordinators.discard(writer)
-            self._news.set()
+            if writer in self._coordinators:
+                self._coordinators.discard(writer)
+                self._news.set()
             writer.close()
 
     def _state(self) -> Message:
@@ -179,7 +190,7 @@ class StoreProcess:
                 server = await self._start(self._ports.cycle())
                 self._cycles[server.port] = server
                 opened.append(server.port)
-        except NoPort as error:
+        except (NoPort, OSError) as error:
             if not opened:
                 return {"ok": False, "error": str(error)}
         return {"ok": True, "ports": opened}
@@ -207,6 +218,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cycle-ports", type=int, nargs=2, metavar=("LOW", "HIGH"))
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--key", required=True)
+    parser.add_argument("--linger-s", type=float, default=Patience.linger_s, help=argparse.SUPPRESS)
+    parser.add_argument("--hello-within-s", type=float, default=Patience.hello_within_s, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -222,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
         make_private(str(options.directory))
         logs.start("info", "text")
         ports = Ports(options.host, PortRange(*options.cycle_ports) if options.cycle_ports else None)
-        process = StoreProcess(options.kind, ports, paths)
+        process = StoreProcess(options.kind, ports, paths, Patience(options.linger_s, options.hello_within_s))
         uvloop.run(_run(process, options.lasting_port))
     except (NoPort, OSError) as error:
         print(f"failed {error}", flush=True)

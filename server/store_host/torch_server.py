@@ -7,6 +7,7 @@ which client sent what; keys that are the coordinator's are not protected.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ class TorchServer:
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         fd = listening.detach()  # torch closes it
         # Its constructor connects to itself and may look names up for seconds: not on the loop.
-        store = await asyncio.to_thread(_make_store, reachable, port, fd)
+        try:
+            store = await asyncio.to_thread(_make_store, reachable, port, fd)
+        except (ImportError, RuntimeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise OSError(f"torch's store does not start on {reachable}:{port}: {reason}") from error
         return cls(store, reachable, port)
 
     @property
@@ -40,9 +45,9 @@ class TorchServer:
 
     async def close(self) -> None:
         """Stop the server, which cuts all clients off."""
-        store, self._store = self._store, None
-        await asyncio.to_thread(lambda: None)
-        del store
+        # Dropping the last reference stops it and waits for its thread: not on the loop.
+        last, self._store = [self._store], None
+        await asyncio.to_thread(last.clear)
 
     async def serve_privileged(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a control connection on to the server."""
@@ -60,9 +65,10 @@ class TorchServer:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_READ_BYTES):
-        writer.write(data)
-        await writer.drain()
+    with contextlib.suppress(OSError):  # either end is gone
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()
 
 
 def _make_store(host: str, port: int, fd: int) -> Any:
