@@ -6,6 +6,7 @@ Knows no node and no cycle.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,15 @@ def parse_nnodes(text: str) -> NodeCounts:
     return counts
 
 
+class RankPolicy(enum.Enum):
+    """Who gets which group rank in the next cycle (rule C6)."""
+
+    INFRA = "INFRA"
+    """Nodes are numbered anew, in infra order."""
+    STICKY = "STICKY"
+    """Nodes that go on training keep their group rank where they can."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The fixed form of a run's world, the same on all its nodes."""
@@ -48,6 +58,10 @@ class Shape:
     workers_per_node: int
     checkpoint_path: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    segment_size: int | None = None
+    """Nodes that are taken together from one domain; None where domains do not matter."""
+    replacement_group_size: int = 1
+    rank_policy: RankPolicy = RankPolicy.INFRA
 
     @property
     def world_size(self) -> int:
@@ -59,6 +73,14 @@ class Shape:
             return f"nnodes {self.min_nodes}:{self.max_nodes} breaks 1 <= MIN <= MAX <= {MAX_NODES}"
         if not 1 <= self.workers_per_node <= MAX_WORKERS_PER_NODE:
             return f"{self.workers_per_node} workers per node; 1 to {MAX_WORKERS_PER_NODE} are possible"
+        for what, size in (
+            ("segment size", self.segment_size),
+            ("replacement group size", self.replacement_group_size),
+        ):
+            if size is not None and size < 1:
+                return f"the {what} is {size}; a whole number from 1 up is possible"
+            if size is not None and self.min_nodes % size:
+                return f"MIN {self.min_nodes} is no multiple of the {what} {size}"
         if len(self.checkpoint_path) > MAX_PATH_LENGTH:
             return f"the checkpoint path has {len(self.checkpoint_path)} characters; at most {MAX_PATH_LENGTH}"
         if len(self.fingerprint) > MAX_FINGERPRINT_ENTRIES:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -55,12 +55,11 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
         return RunClosed(now, RunState.FAILED, spent, 1)
     fresh = [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
     source = run.order_source or settle_source([one.info.order_sources for one in fresh])
-    previous = (
-        frozenset(run.cycle.seat_of)
-        if run.cycle is not None and run.cycle.number >= run.life_began_with
-        else frozenset[NodeId]()
-    )
-    found = place([Candidate(one.info.node_id, _key(one, source)) for one in fresh], run.shape, previous)
+    candidates = [
+        Candidate(one.info.node_id, _key(one, source), one.info.replacement_group_id, one.info.domain_id)
+        for one in fresh
+    ]
+    found = place(candidates, run.shape, _previous(run))
     if isinstance(found, Shortage):
         return _short(run, found, now)
     wait = _last_call(run, fresh, now)
@@ -70,6 +69,13 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     if isinstance(master, Wait):
         return master
     return _chosen(run, found, source, master, now)
+
+
+def _previous(run: Run) -> Mapping[NodeId, GroupRank]:
+    """The world before, if it was in this life of the run."""
+    if run.cycle is None or run.cycle.number < run.life_began_with:
+        return {}
+    return {seat.node.node_id: seat.group_rank for seat in run.cycle.seats}
 
 
 def describe_recovery(presence: Presence) -> str:
