@@ -42,10 +42,12 @@ from .journals.memory import MemoryJournal
 from .journals.sqlite import SqliteJournal
 from .services.heartbeat import HeartbeatService
 from .services.join import JoinService
-from .services.later import PromoteService, StoreService
+from .services.later import PromoteService
 from .services.rank_map import RankMapService
 from .services.run import RunService
+from .services.store import MAX_REQUEST_BYTES, StoreService
 from .store_host.host import StoreConfig, StoreHost, StoreNotStarted, paths_for
+from .store_host.mirror import Mirror
 from .store_host.ports import PortRange
 
 log = logging.getLogger("nvrx.coord")
@@ -60,7 +62,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # gRPC sheds calls above 1,000 pending ones by default, silently: a join storm would lose nodes (rule J5).
     ("grpc.server.max_pending_requests", 30_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    ("grpc.max_receive_message_length", 4 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     # Agents ping every 10 s, also when idle; the server must not answer that with too_many_pings.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -119,7 +121,9 @@ class Coordinator:
         interceptors = [RequireToken(config.token)] if config.token is not None else []
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        self._stores: StoreHost | None = None
+        self._mirror: Mirror | None = None
+        self._stores = self._make_stores()
+        self._store_service = StoreService(self._stores)
         self.address = config.listen
 
     async def start(self) -> HostPort:
@@ -128,7 +132,6 @@ class Coordinator:
         Raises JournalError, AddressTaken or StoreNotStarted, and then nothing is left that was started.
         """
         self.engine.load()
-        self._stores = self._make_stores()
         self._register()
         listen = self._config.listen
         try:
@@ -160,7 +163,7 @@ class Coordinator:
         rank_map_pb2_grpc.add_RankMapServiceServicer_to_server(RankMapService(engine), server)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunService(engine), server)
         promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(), server)
-        store_pb2_grpc.add_StoreServiceServicer_to_server(StoreService(), server)
+        store_pb2_grpc.add_StoreServiceServicer_to_server(self._store_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         modules = (join_pb2, heartbeat_pb2, rank_map_pb2, promote_pb2, run_pb2, store_pb2)
         names = [service.full_name for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
@@ -182,7 +185,8 @@ class Coordinator:
             ),
             self.engine.offer_stores,
         )
-        self.engine.observers.append(stores.observe)
+        self._mirror = Mirror(stores)
+        self.engine.observers += [stores.observe, self._mirror.observe]
         return stores
 
     def stop(self) -> None:
@@ -195,6 +199,8 @@ class Coordinator:
         endings: list[asyncio.Task[object]] = [asyncio.create_task(self._stopping.wait(), name="stop")]
         if self._stores is not None:
             endings.append(asyncio.create_task(self._stores.keep(), name="stores"))
+        if self._mirror is not None:
+            endings.append(asyncio.create_task(self._mirror.keep(), name="mirror"))
         if self._config.once:
             endings.append(asyncio.create_task(self._over(), name="once"))
         try:
@@ -224,6 +230,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         self._heartbeats.close()
+        self._store_service.close()
         self.engine.end_watches()
         await self._server.stop(STOP_WITHIN_S)
         if self._stores is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 from grpc_status import rpc_status
 
 from nvrx.core.refused import Reason, Refused
@@ -23,7 +23,8 @@ MAX_PAGE_BYTES = 3 * 1024 * 1024
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
-Row = TypeVar("Row", bound=Message)
+Row = TypeVar("Row")
+_BYTE_SIZE: Callable[[Any], int] = operator.methodcaller("ByteSize")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -72,14 +73,15 @@ def page_of(page_size: int, page_token: str) -> Page:
     return Page(int(page_token or 0), min(page_size or MAX_PAGE_ROWS, MAX_PAGE_ROWS))
 
 
-def fill(page: Page, rows: Iterable[Row], into: Any) -> str:
+def fill(page: Page, rows: Iterable[Row], into: Any, size: Callable[[Any], int] = _BYTE_SIZE) -> str:
     """Append the page's rows to the repeated field `into`; the token of the next page, empty at the end.
 
-    `rows` begins with the page's first row. A page ends at its size or at MAX_PAGE_BYTES.
+    `rows` begins with the page's first row, `size` is how many bytes of a page one takes. A page ends at its size or at
+    MAX_PAGE_BYTES.
     """
     used = 0
     for count, row in enumerate(rows):
-        used += row.ByteSize()
+        used += size(row)
         if count and (count == page.size or used > MAX_PAGE_BYTES):
             return str(page.begin + count)
         into.append(row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nvrx.v1 import promote_pb2_grpc, store_pb2_grpc
+from nvrx.v1 import promote_pb2_grpc
 
 from .answering import answer_later
 
@@ -11,9 +11,3 @@ class PromoteService(promote_pb2_grpc.PromoteServiceServicer):
     """Promotion by hand."""
 
     Promote = Drain = Undrain = StopRun = answer_later
-
-
-class StoreService(store_pb2_grpc.StoreServiceServicer):
-    """The store's keys over gRPC."""
-
-    Get = Set = Add = CompareSet = Wait = Delete = ListKeys = answer_later

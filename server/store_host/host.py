@@ -157,12 +157,16 @@ class StoreHost:
         """A new connection that may write all keys of the lasting store. Raises StoreGone."""
         try:
             reader, writer = await self._greet()
+        except (_ProcessGone, OSError) as error:
+            raise StoreGone("the store process is being restarted") from error
+        try:
             write_message(writer, {"do": "store"})
             if await read_message(reader) is None:
                 raise StoreGone("the store process ended")
-        except (_ProcessGone, OSError) as error:
-            raise StoreGone("the store process is being restarted") from error
-        return await StoreClient.greet(reader, writer)
+            return await StoreClient.greet(reader, writer)
+        except BaseException:
+            writer.close()
+            raise
 
     # ---- the process --------------------------------------------------------------------------------------
 
@@ -242,11 +246,14 @@ class StoreHost:
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 answer = await read_message(reader)
-        except TimeoutError:
-            answer = None
-        if answer is None:
+            if answer is None:
+                raise _ProcessGone
+        except TimeoutError as error:
             writer.close()
-            raise _ProcessGone
+            raise _ProcessGone from error
+        except BaseException:
+            writer.close()
+            raise
         return reader, writer
 
     # ---- keeping it so ------------------------------------------------------------------------------------

@@ -17,7 +17,15 @@ from pathlib import Path
 import grpc
 
 from nvrx.channel import CHANNEL_OPTIONS
-from nvrx.v1 import common_pb2, rank_map_pb2, rank_map_pb2_grpc, run_pb2, run_pb2_grpc
+from nvrx.v1 import (
+    common_pb2,
+    rank_map_pb2,
+    rank_map_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+)
 
 from .board import PATIENCE_S, Board
 from .hall import Hall, Worker
@@ -179,6 +187,12 @@ class Cluster:
         request = rank_map_pb2.GetRankMapRequest(run_id=RUN_ID, cycle=cycle)
         response: rank_map_pb2.GetRankMapResponse = stub.GetRankMap(request, timeout=PATIENCE_S)
         return response.rank_map
+
+    def lasting(self, key: str) -> bytes:
+        """A key of the lasting store, over gRPC, once it is there."""
+        stub = store_pb2_grpc.StoreServiceStub(self.channel)
+        response: store_pb2.GetResponse = stub.Get(store_pb2.GetRequest(key=key), timeout=PATIENCE_S)
+        return response.value
 
     def view(self, *arguments: str) -> Program:
         """Run one of the coordinator's views to its end."""

@@ -289,3 +289,24 @@ def test_a_suspended_coordinator_keeps_its_store_process(cluster: Cluster) -> No
     assert ask(new[0], "add", "n", 1) == 1
     assert store_pid(cluster) == pid
     assert cluster.rank_map(0).failure.cause == common_pb2.CAUSE_WORKER_FAILED
+
+
+@pytest.mark.rule("I3", "I4", "H1")
+def test_the_lasting_store_tells_of_cycles(cluster: Cluster) -> None:
+    """A blocking wait is a push; a worker may read, not write, what the coordinator keeps; gRPC shows the same."""
+    cluster.serve()
+    cluster.join_all("a b", *TWO, command=KEYS)
+    a, b = cluster.workers(0, 2)
+    ask(a, "wait", ["nvrx/run/cycles/0/rank_map"], 20.0, where="lasting")
+    shown = json.loads(ask(a, "get", "nvrx/run/cycles/0/rank_map", where="lasting"))
+    assert [one["node_id"] for one in shown["nodes"]] == ["a", "b"]
+    ask(b, "set", "nvrx/run/cycle", "9", where="lasting")
+    assert ask(b, "count", where="lasting").startswith("gone"), "a client that writes there is cut off"
+    a.tell("exit", code=3)
+    new = cluster.workers(1, 2)
+    ask(new[0], "wait", ["nvrx/run/cycles/0/failure", "nvrx/run/cycles/1/rank_map"], 20.0, where="lasting")
+    failure = json.loads(ask(new[0], "get", "nvrx/run/cycles/0/failure", where="lasting"))
+    assert (failure["cause"], failure["exit_code"]) == ("CAUSE_WORKER_FAILED", 3)
+    assert cluster.lasting("nvrx/run/cycle") == b"1"
+    ask(new[1], "set", "runs/run/seen", "yes", where="lasting")
+    assert cluster.lasting("runs/run/seen") == b"yes"

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
-from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2, store_pb2
+from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2
 from nvrx.wire.text import to_json
 
 from .coordination import RUN, SUCCEEDED, WAIT, WAIT_S, HandAgent, Served, exited, refused, serving
@@ -305,7 +305,7 @@ async def test_unknown_runs_are_refused_by_name() -> None:
         assert not listed.cycles
 
 
-@pytest.mark.rule("F1", "I4")
+@pytest.mark.rule("F1")
 async def test_what_this_version_has_not_is_unimplemented() -> None:
     async with serving() as served:
         later = [
@@ -313,13 +313,6 @@ async def test_what_this_version_has_not_is_unimplemented() -> None:
             served.promotes.Drain(promote_pb2.DrainRequest()),
             served.promotes.Undrain(promote_pb2.UndrainRequest()),
             served.promotes.StopRun(promote_pb2.StopRunRequest()),
-            served.stores.Get(store_pb2.GetRequest()),
-            served.stores.Set(store_pb2.SetRequest()),
-            served.stores.Add(store_pb2.AddRequest()),
-            served.stores.CompareSet(store_pb2.CompareSetRequest()),
-            served.stores.Wait(store_pb2.WaitRequest()),
-            served.stores.Delete(store_pb2.DeleteRequest()),
-            served.stores.ListKeys(store_pb2.ListKeysRequest()),
             served.maps.WatchRankMap(rank_map_pb2.WatchRankMapRequest()).read(),
         ]
         for call in later:
