@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import reduce
 
-from .commands import Command, CycleExits, Join, Leave, Report, Tick
+from .commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, StopRun, Tick, Undrain
 from .facts import (
     Cause,
     CauseRevised,
@@ -28,6 +28,7 @@ from .facts import (
 )
 from .ids import Incarnation, NodeId
 from .join import decide_join
+from .operate import decide_operation
 from .presence import AgentPhase, Presence
 from .refused import Reason, Refused
 from .run import Cycle, CycleState, Member, Membership, Run, evolve, failure_of
@@ -59,6 +60,8 @@ def _answer(run: Run, presence: Presence, command: Command, now: float) -> list[
         return _leave(run, command, now)
     if isinstance(command, Report):
         return _report(run, command, now)
+    if isinstance(command, Promote | Drain | Undrain | StopRun):
+        return decide_operation(run, presence, command, now)
     assert isinstance(command, Tick)
     return []
 

@@ -317,7 +317,8 @@ def _cycle_ended(run: Run, fact: CycleEnded) -> None:
         unfinished = [one.node.node_id for one in cycle.seats if not cycle.has_finished(one.node.node_id, per_node)]
         require(not unfinished, "D8", f"cycle {fact.cycle} succeeded, and {unfinished} had not finished")
     else:
-        known = failure.node_id in cycle.seat_of
+        by_hand = failure.cause in {Cause.PROMOTED, Cause.STOPPED}
+        known = by_hand or failure.node_id in cycle.seat_of
         require(known, "A5", f"cycle {fact.cycle} ended because of {failure.node_id}, which is not in its world")
 
 

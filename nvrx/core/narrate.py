@@ -15,7 +15,10 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -106,6 +109,13 @@ def tell(fact: Fact) -> str:
             return f"cycle {fact.cycle} ended: {describe_failure(fact.failure)}"
         case CauseRevised():
             return f"cycle {fact.cycle} had ended because of {describe_failure(fact.failure)}"
+        case NodesPromoted():
+            instead = f" in place of {list_names(list(map(str, fact.replaced)))}" if fact.replaced else ""
+            return f"an operator promotes {list_names(list(map(str, fact.node_ids)))}{instead}"
+        case NodesDrained():
+            return f"an operator drains {list_names(list(map(str, fact.node_ids)))}"
+        case NodesUndrained():
+            return f"an operator returns {list_names(list(map(str, fact.node_ids)))}"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"
 

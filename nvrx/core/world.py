@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,12 +22,14 @@ from .facts import (
 )
 from .ids import GroupRank, InfraRank, NodeId
 from .narrate import describe_failure, list_names
-from .placement import Candidate, Placement, Shortage, place
+from .placement import Candidate, Placement, Shortage, Wanted, place
 from .presence import Presence, StoreMode
 from .run import Member, Run
-from .stores import ports_in_use
+from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
+LEAVING_GRACE_S = 17.0
+"""The default stop grace of agents and a margin: how long a node that leaves the world is waited for."""
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
 RECENT_CYCLES = 4
@@ -53,22 +56,50 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     spent = _spent_budget(run)
     if spent is not None:
         return RunClosed(now, RunState.FAILED, spent, 1)
-    fresh = [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
-    source = run.order_source or settle_source([one.info.order_sources for one in fresh])
-    candidates = [
-        Candidate(one.info.node_id, _key(one, source), one.info.replacement_group_id, one.info.domain_id)
-        for one in fresh
-    ]
-    found = place(candidates, run.shape, _previous(run))
+    found = place_world(run, presence, now)
     if isinstance(found, Shortage):
         return _short(run, found, now)
-    wait = _last_call(run, fresh, now)
+    wait = _last_call(run, presence, now) or _wait_for_leaving(run, presence, found, now)
     if wait is not None:
         return wait
     master = _master(run, presence, found)
     if isinstance(master, Wait):
         return master
-    return _chosen(run, found, source, master, now)
+    return world_chosen(run, presence, found, master, now)
+
+
+def place_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
+    """The world that would be chosen now, of those that are heard, as operators wish it (rules C1, F1).
+
+    A wish that can no longer be met is passed over: training goes on without it.
+    """
+    fresh = _fresh(run, presence, now)
+    found = _place(run, fresh)
+    if isinstance(found, Shortage) and (run.promoted or run.replaced):
+        found = _place(dataclasses.replace(run, promoted=frozenset(), replaced=frozenset()), fresh)
+    return found
+
+
+def _place(run: Run, candidates: list[Member]) -> Placement | Shortage:
+    source = run.order_source or settle_source([one.info.order_sources for one in candidates])
+    return place(
+        [
+            Candidate(one.info.node_id, _key(one, source), one.info.replacement_group_id, one.info.domain_id)
+            for one in candidates
+        ],
+        run.shape,
+        _previous(run),
+        Wanted(include=run.promoted, exclude=run.drained | run.replaced),
+    )
+
+
+def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
+    return [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
+
+
+def _source(run: Run, presence: Presence, now: float) -> OrderSource:
+    """The run's order source, or the one that it would have if its first world were chosen now (rule B4)."""
+    return run.order_source or settle_source([one.info.order_sources for one in _fresh(run, presence, now)])
 
 
 def _previous(run: Run) -> Mapping[NodeId, GroupRank]:
@@ -170,16 +201,51 @@ def _recently_gone(run: Run) -> Iterator[Member]:
             yield member
 
 
-def _last_call(run: Run, fresh: list[Member], now: float) -> Wait | None:
+def _last_call(run: Run, presence: Presence, now: float) -> Wait | None:
     """C7: the first cycle of a life waits a little for MAX nodes; later ones start at once."""
+    fresh = _fresh(run, presence, now)
     is_first = run.cycle is None or run.cycle.number < run.life_began_with
     if not is_first or len(fresh) >= run.shape.max_nodes:
         return None
-    possible_since = sorted(one.joined_at for one in fresh)[run.shape.min_nodes - 1]
-    until = possible_since + run.settings.last_call_s
+    until = _possible_since(run, fresh, now) + run.settings.last_call_s
     if now >= until:
         return None
     return Wait(f"last call: {len(fresh)} of at most {run.shape.max_nodes} nodes joined", until)
+
+
+def _possible_since(run: Run, fresh: list[Member], now: float) -> float:
+    """When the members first allowed a world. More of them never allow less, so the moment can be searched for."""
+    by_time = sorted(fresh, key=lambda one: (one.joined_at, one.info.node_id))
+    least, most = run.shape.min_nodes, len(by_time)
+    if run.shape.replacement_group_size > 1 or run.shape.segment_size is not None:
+        while least < most:
+            middle = (least + most) // 2
+            possible = not isinstance(_place(run, by_time[:middle]), Shortage)
+            least, most = (least, middle) if possible else (middle + 1, most)
+    return by_time[least - 1].joined_at
+
+
+def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float) -> Wait | None:
+    """D2: who leaves the world and still answers may be writing a checkpoint; nothing new starts before that is done."""
+    cycle = run.cycle
+    if cycle is None or cycle.ended_at is None or cycle.number < run.life_began_with:
+        return None
+    until = cycle.ended_at + LEAVING_GRACE_S
+    if now >= until:
+        return None
+    staying = set(found.chosen)
+    leaving = [
+        str(seat.node.node_id)
+        for seat in cycle.seats
+        if seat.node.node_id not in staying
+        and (member := run.live(seat.node.node_id)) is not None
+        and member.info.incarnation == seat.node.incarnation
+        and presence.is_fresh(seat.node.node_id, now)
+        and may_have_workers(run, cycle, seat.node.node_id, presence)
+    ]
+    if not leaving:
+        return None
+    return Wait(f"{list_names(leaving)} leaves the world and its workers are still stopping", until)
 
 
 def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait | None:
@@ -209,7 +275,9 @@ def _hosted_master(run: Run, presence: Presence) -> Endpoint | Wait:
     return Wait(stores.problem or "the store process has yet to open a port for the next cycle")
 
 
-def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | None, now: float) -> WorldChosen:
+def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoint | None, now: float) -> WorldChosen:
+    """The fact that a placement leads to."""
+    source = _source(run, presence, now)
     everyone = [*found.chosen, *(one.node_id for one in found.left_out)]
     in_order = sorted((run.members[one] for one in everyone), key=lambda one: (_key(one, source), one.info.node_id))
     position = {one.info.node_id: index for index, one in enumerate(in_order)}
