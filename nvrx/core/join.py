@@ -162,8 +162,8 @@ def _require_room(run: Run, newcomer: NodeInfo) -> None:
     if newcomer.node_id in there and len(there) > run.shape.max_nodes:
         raise Refused(
             Reason.RUN_FULL,
-            f"run {run.run_id} has {before} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be one more"
-            f"{'' if len(there) == before + 1 else f', and make its group whole: {len(there)}'}",
+            f"run {run.run_id} has {before} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
+            f"one more{'' if len(there) == before + 1 else f', and make its group whole: {len(there)}'}",
             {"run_id": run.run_id, "nodes": str(before), "max_nodes": str(run.shape.max_nodes)},
         )
 
