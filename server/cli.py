@@ -41,6 +41,7 @@ from nvrx.runtime_dir import runtime_dir
 
 from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
+from .operating import OPERATIONS
 from .store_host.host import StoreNotStarted
 from .store_host.ports import PortRange
 from .views import VIEWS
@@ -182,8 +183,8 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     )
 
 
-for view in VIEWS:
-    nvrx_coord.add_command(view)
+for command in (*VIEWS, *OPERATIONS):
+    nvrx_coord.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,10 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -337,6 +340,13 @@ def _cause_revised(run: Run, fact: CauseRevised) -> None:
     require(is_gone, "D12", f"cycle {fact.cycle} is put down to {node_id}, which is not lost")
 
 
+def _by_hand(run: Run, fact: NodesPromoted | NodesDrained | NodesUndrained) -> None:
+    require(run.is_open, "F1", f"{fact} changes a run that {run.state.value}")
+    require(bool(fact.node_ids), "F1", f"{fact} names nobody")
+    strangers = [one for one in fact.node_ids if run.live(one) is None]
+    require(not strangers, "F1", f"{fact} names {strangers}, which are no members")
+
+
 def _run_closed(run: Run, fact: RunClosed) -> None:
     require(run.is_open, "D1", "a closed run was closed")
     require(run.cycle is None or not run.cycle.is_live, "D1", "a run was closed beside a live cycle")
@@ -353,5 +363,8 @@ _CHECKS: dict[type, Callable[[Run, Any], None]] = {
     WorkersExited: _workers_exited,
     CycleEnded: _cycle_ended,
     CauseRevised: _cause_revised,
+    NodesPromoted: _by_hand,
+    NodesDrained: _by_hand,
+    NodesUndrained: _by_hand,
     RunClosed: _run_closed,
 }

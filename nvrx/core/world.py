@@ -226,7 +226,7 @@ def _possible_since(run: Run, fresh: list[Member], now: float) -> float:
 
 
 def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float) -> Wait | None:
-    """D2: who leaves the world and still answers may be writing a checkpoint; nothing new starts before that is done."""
+    """D2: who leaves the world and still answers may be writing a checkpoint; nothing new starts before it has."""
     cycle = run.cycle
     if cycle is None or cycle.ended_at is None or cycle.number < run.life_began_with:
         return None

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from nvrx.core.commands import Tick
+from nvrx.core.commands import Drain, Promote, Tick, Undrain
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
@@ -48,6 +48,11 @@ def eventful() -> World:
     world.exit("n0", 0, 1)
     world.exit("n0", 1, 1)
     world.rejoin("n1", reopen=True)
+    world.join("n5", "n6", "n7")
+    world.start()
+    world.submit(Promote(NodeId("n7"), NodeId("n1")))
+    world.submit(Drain(NodeId("n6")))
+    world.submit(Undrain(NodeId("n6")))
     return world
 
 
