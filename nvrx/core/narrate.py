@@ -47,6 +47,8 @@ def subject_of(fact: Fact) -> Subject:
     """The cycle and the node that a fact is about, where there is one."""
     if isinstance(fact, NodeJoined):
         return Subject(None, fact.node.node_id)
+    if isinstance(fact, NodesPromoted | NodesDrained | NodesUndrained):
+        return Subject(None, fact.node_ids[0])
     if isinstance(fact, CycleEnded | CauseRevised):
         return Subject(fact.cycle, fact.failure.node_id)
     cycle = getattr(fact, "cycle", None)

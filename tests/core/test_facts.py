@@ -16,6 +16,7 @@ from nvrx.core.facts import (
     Failure,
     NodeLeft,
     NodeLost,
+    NodesPromoted,
     NodeStopped,
     RunClosed,
     RunState,
@@ -101,7 +102,8 @@ def test_subjects() -> None:
     seen = {type(fact): subject_of(fact) for fact in world.facts}
     assert seen[CauseRevised] == Subject(CycleNumber(0), NodeId("n1"))
     assert seen[NodeStopped] == Subject(None, NodeId("n2"))
-    assert seen[CycleRunning] == Subject(CycleNumber(2), None)
+    assert seen[CycleRunning] == Subject(CycleNumber(4), None)
+    assert seen[NodesPromoted] == Subject(None, NodeId("n7"))
     assert seen[RunClosed] == Subject(None, None)
 
 

@@ -12,7 +12,7 @@ from nvrx.core.ids import GroupId, NodeId
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import Shape
 
-from .driver import World, ended
+from .driver import World
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ def test_groups_are_active_whole() -> None:
     world.kill("n1")
     world.advance(5)
     assert world.waiting() == "n0 leaves the world and its workers are still stopping"
-    world.report("n0", [ended(rank, signal="SIGTERM", stopped=True) for rank in range(2)])
+    world.stopped("n0")
     world.start()
     assert world.active() == ["n2", "n3"]
     assert "g0" in next(one.reason for one in world.cycle.standbys if one.node.node_id == NodeId("n0"))

@@ -59,6 +59,7 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     assert world.active() == ["n0", "n1", "n2", "n3"]
     world.kill("n1")
     world.advance(5)
+    world.stopped("n0")
     assert world.active() == after_one_loss
     assert {str(one.node.node_id): one.reason for one in world.cycle.standbys} == {
         "n0": "its group g0 has 1 of 2 nodes here",
@@ -68,6 +69,7 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     world.start()
     world.kill("n2")
     world.advance(5)
+    world.stopped("n3")
     assert world.active() == after_two
     world.start()
     world.kill("n5")
