@@ -270,7 +270,12 @@ def _check_survivors(run: Run, fact: WorldChosen) -> None:
     if run.shape.segment_size is not None or run.shape.replacement_group_size > 1:
         return  # a survivor may have lost the others of its group or segment
     newcomers = [seat.node.node_id for seat in fact.seats if seat.node.node_id not in last.seat_of]
-    displaced = [one.node.node_id for one in fact.standbys if one.node.node_id in last.seat_of]
+    by_hand = run.drained | run.replaced
+    displaced = [
+        one.node.node_id
+        for one in fact.standbys
+        if one.node.node_id in last.seat_of and one.node.node_id not in by_hand and not run.promoted
+    ]
     require(not (newcomers and displaced), "C5", f"{newcomers} took the seats of {displaced}, which are well")
 
 

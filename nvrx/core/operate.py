@@ -16,8 +16,8 @@ from .ids import NodeId
 from .placement import Placement, Shortage
 from .presence import Presence
 from .refused import Reason, Refused
-from .run import Member, Run, evolve
-from .world import place_world
+from .run import Cycle, Member, Run, evolve
+from .world import wished_world
 
 EXIT_STOPPED = 1
 """Exit code of agents whose run an operator stopped: it has not succeeded."""
@@ -54,7 +54,7 @@ def preview(run: Run, presence: Presence, command: Promote | Drain, now: float) 
 def _change(run: Run, presence: Presence, command: Promote | Drain, now: float) -> Preview:
     facts: list[Fact] = [_promoted(run, command, now) if isinstance(command, Promote) else _drained(run, command, now)]
     after = reduce(evolve, facts, run)
-    found = place_world(after, presence, now)
+    found = wished_world(after, presence, now)
     if isinstance(found, Shortage):
         raise Refused(
             Reason.ILLEGAL_WORLD,
@@ -62,13 +62,17 @@ def _change(run: Run, presence: Presence, command: Promote | Drain, now: float) 
             {"run_id": run.run_id, "node_id": command.node_id},
         )
     cycle = run.cycle
-    ends_now = command.immediate and cycle is not None and cycle.is_live
-    if ends_now and cycle is not None and set(found.chosen) != set(cycle.seat_of):
+    if command.immediate and cycle is not None and cycle.is_live and _concerns(command, facts[0], cycle):
         cause = Cause.PROMOTED if isinstance(command, Promote) else Cause.DRAINED
         failure = Failure(cause, command.node_id, message=_by_hand(command), at=now)
         facts.append(CycleEnded(now, cycle.number, failure))
         after = evolve(after, facts[-1])
     return Preview(facts, after, found)
+
+
+def _concerns(command: Promote | Drain, fact: Fact, cycle: Cycle) -> bool:
+    """Whether a change touches the world of a cycle: a drained standby does not."""
+    return isinstance(command, Promote) or any(one in cycle.seat_of for one in getattr(fact, "node_ids", ()))
 
 
 def _by_hand(command: Promote | Drain) -> str:

@@ -69,15 +69,19 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
 
 
 def place_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
-    """The world that would be chosen now, of those that are heard, as operators wish it (rules C1, F1).
+    """The world that would be chosen now, of those that are heard (rules C1, F1).
 
     A wish that can no longer be met is passed over: training goes on without it.
     """
-    fresh = _fresh(run, presence, now)
-    found = _place(run, fresh)
+    found = wished_world(run, presence, now)
     if isinstance(found, Shortage) and (run.promoted or run.replaced):
-        found = _place(dataclasses.replace(run, promoted=frozenset(), replaced=frozenset()), fresh)
+        found = wished_world(dataclasses.replace(run, promoted=frozenset(), replaced=frozenset()), presence, now)
     return found
+
+
+def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
+    """The world that would be chosen now, just as operators wish it."""
+    return _place(run, _fresh(run, presence, now))
 
 
 def _place(run: Run, candidates: list[Member]) -> Placement | Shortage:

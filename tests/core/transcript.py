@@ -11,6 +11,7 @@ same text with the answers that the core gives now.
     kill NAME ...                                agents die, streams break       freeze NAME ...: only silent
     leave NAME [stopped]                         an agent takes its node out; `stopped`: its workers are gone
     back NAME ...                                streams open again              restart-coordinator
+    stopped NAME ...                             agents have stopped all that still ran
     promote NAME [for NAME] [now]                an operator's wish              drain NAME [now], undrain NAME, stop
     advance SECONDS                              time passes                     show: status and rank map
 """
@@ -70,6 +71,7 @@ class Teller:
             "leave": lambda name, *stopped: self.world.leave(name, stopped=bool(stopped)),
             "back": self._back,
             "promote": self._promote,
+            "stopped": lambda *names: self.world.stopped(*names),
             "drain": lambda name, *now: self.world.submit(Drain(NodeId(name), "now" in now)),
             "undrain": lambda name: self.world.submit(Undrain(NodeId(name))),
             "stop": lambda: self.world.submit(StopRun()),
