@@ -55,7 +55,8 @@ def to_status(refused: Refused) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=refused.reason.value, domain=DOMAIN, metadata=_fitting(refused.details))
     packed = any_pb2.Any()
     packed.Pack(info)
-    return status_pb2.Status(code=_CODES[refused.reason], message=_cut(refused.message), details=[packed])
+    code = code_pb2.FAILED_PRECONDITION if refused.by_state else _CODES[refused.reason]
+    return status_pb2.Status(code=code, message=_cut(refused.message), details=[packed])
 
 
 def _cut(message: str) -> str:

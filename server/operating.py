@@ -67,9 +67,10 @@ def _print_change(
         print(to_json(response))
         return
     when = "now" if immediate else "at the next cycle boundary"
-    print(
-        f"{'nothing was changed; ' if dry_run else ''}{what} {when}, and the world {'would be' if dry_run else 'is'}:"
+    then = (
+        f"nothing was changed; {what} {when}, the world would be:" if dry_run else f"{what} {when}; the world is then:"
     )
+    print(then)
     print_rank_map(rank_map)
 
 

@@ -60,6 +60,7 @@ def _change(run: Run, presence: Presence, command: Promote | Drain, now: float) 
             Reason.ILLEGAL_WORLD,
             f"no legal world would be left: {found.reason}",
             {"run_id": run.run_id, "node_id": command.node_id},
+            by_state=True,
         )
     cycle = run.cycle
     if command.immediate and cycle is not None and cycle.is_live and _concerns(command, facts[0], cycle):
@@ -97,6 +98,7 @@ def _promoted(run: Run, command: Promote, now: float) -> NodesPromoted:
             Reason.ILLEGAL_WORLD,
             f"node {drained[0]} is drained; undrain it first",
             {"run_id": run.run_id, "node_id": command.node_id},
+            by_state=True,
         )
     replaced: frozenset[NodeId] = frozenset()
     if command.replace is not None:
