@@ -193,6 +193,7 @@ class NodeAgent:
                 array_rank=ArrayRank(config.array_rank) if config.array_rank is not None else None,
                 replacement_group_id=group.group_id if group is not None else None,
                 domain_id=config.surroundings.domain_id,
+                stop_grace_s=config.options.stop_grace_s,
                 restart_count=config.restart_count,
                 last_cycle=self._agent.cycle,
                 group_array_job_id=group.array_job_id if group is not None else "",

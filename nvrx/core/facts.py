@@ -81,6 +81,8 @@ class NodeInfo:
     last_cycle: CycleNumber | None = None
     group_array_job_id: str = ""
     """The array job that the group id is a task of; empty where the group has a name of its own (rule B6)."""
+    stop_grace_s: float = 15.0
+    """How long its workers get to end after SIGTERM."""
 
 
 @dataclass(frozen=True)

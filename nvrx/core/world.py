@@ -28,8 +28,9 @@ from .run import Member, Run
 from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
-LEAVING_GRACE_S = 17.0
-"""The default stop grace of agents and a margin: how long a node that leaves the world is waited for."""
+STOPPING_MARGIN_S = 2.0
+"""How long beyond its stop grace a node that leaves is waited for (rule D2)."""
+MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
 RECENT_CYCLES = 4
@@ -111,6 +112,12 @@ def _previous(run: Run) -> Mapping[NodeId, GroupRank]:
     if run.cycle is None or run.cycle.number < run.life_began_with:
         return {}
     return {seat.node.node_id: seat.group_rank for seat in run.cycle.seats}
+
+
+def stopping_within(stop_grace_s: float) -> float:
+    """How long workers of a node with this stop grace may still be there."""
+    grace_s = stop_grace_s if 0 <= stop_grace_s <= MAX_STOP_GRACE_S else MAX_STOP_GRACE_S
+    return grace_s + STOPPING_MARGIN_S
 
 
 def describe_recovery(presence: Presence) -> str:
@@ -234,22 +241,22 @@ def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float
     cycle = run.cycle
     if cycle is None or cycle.ended_at is None or cycle.number < run.life_began_with:
         return None
-    until = cycle.ended_at + LEAVING_GRACE_S
-    if now >= until:
-        return None
     staying = set(found.chosen)
-    leaving = [
-        str(seat.node.node_id)
+    until = {
+        str(seat.node.node_id): cycle.ended_at + stopping_within(member.info.stop_grace_s)
         for seat in cycle.seats
         if seat.node.node_id not in staying
         and (member := run.live(seat.node.node_id)) is not None
         and member.info.incarnation == seat.node.incarnation
         and presence.is_fresh(seat.node.node_id, now)
         and may_have_workers(run, cycle, seat.node.node_id, presence)
-    ]
+    }
+    leaving = {name: at for name, at in until.items() if now < at}
     if not leaving:
         return None
-    return Wait(f"{list_names(leaving)} leaves the world and its workers are still stopping", until)
+    return Wait(
+        f"{list_names(sorted(leaving))} leaves the world and its workers are still stopping", min(leaving.values())
+    )
 
 
 def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait | None:

@@ -57,6 +57,7 @@ def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
         wire_version=WIRE_VERSION,
         reopen=command.reopen,
         group_array_job_id=node.group_array_job_id,
+        stop_grace=duration(node.stop_grace_s),
     )
     if wish.join_timeout_s is not None:
         request.settings.join_timeout.CopyFrom(duration(wish.join_timeout_s))
@@ -126,6 +127,7 @@ def _node_info(request: join_pb2.JoinRequest) -> NodeInfo:
         restart_count=request.restart_count,
         last_cycle=CycleNumber(request.last_cycle) if request.HasField("last_cycle") else None,
         group_array_job_id=request.group_array_job_id,
+        **({"stop_grace_s": seconds(request.stop_grace)} if request.HasField("stop_grace") else {}),
     )
 
 
