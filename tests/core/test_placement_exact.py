@@ -287,6 +287,25 @@ def test_two_units_may_be_whole_in_one_domain_and_not_in_the_other() -> None:
     assert {one[0] for one in found.chosen} == {"y"}
 
 
+@pytest.mark.rule("C4", "C5")
+def test_more_may_be_worth_more_than_twice_as_much() -> None:
+    """Four pairs in a ring of domains, all kept, and a fifth beside the first: two pairs keep one, four keep four."""
+    rings = [("A", "B"), ("B", "C"), ("C", "D"), ("D", "A"), ("A", "B")]
+    nodes = [
+        node(f"{ring}{group}{end}", f"{ring}{group}", f"{ring}{pair['ab'.index(end)]}")
+        for ring in "xy"
+        for group, pair in enumerate(rings)
+        for end in "ab"
+    ]
+    kept = [one.node_id for one in nodes if not str(one.group).endswith("4")]
+    found = place(nodes, shape_of(8, 2, 2), seats(kept))
+    assert isinstance(found, Placement)
+    assert sorted(found.chosen) == kept[:8]
+    found = place(nodes, shape_of(4, 2, 2), seats(kept))
+    assert isinstance(found, Placement)
+    assert sorted(found.chosen) == ["x0a", "x0b", "x4a", "x4b"]
+
+
 @pytest.mark.rule("C4")
 def test_the_bound_is_counted_over_all_components() -> None:
     """Many small components, each within its own bound: the sum has one as well."""
