@@ -27,6 +27,9 @@ from .placement_twin import (
     shape_of,
 )
 
+RING = ("AB", "BC", "CD", "DA", "EF", "FG", "GH", "HE")
+"""Two rings of four domains, tied by pairs that lie across their borders."""
+
 
 def placed(instance: Instance, bounds: Bounds | None = None) -> Placement | Shortage:
     return place(instance.candidates, instance.shape, instance.previous, instance.wanted, bounds=bounds or Bounds())
@@ -222,6 +225,15 @@ def test_a_newcomer_takes_the_freed_rank_of_its_segment() -> None:
     assert found.chosen == ("n2", "n3", "n0", "n1"), "a whole segment takes the place of a broken one"
 
 
+@pytest.mark.rule("C6")
+def test_a_domain_keeps_the_segment_in_which_most_stay() -> None:
+    nodes = [node(f"n{index}", None, "A" if index < 6 else "B") for index in range(9)]
+    previous = seats(NodeId(f"n{index}") for index in range(6))
+    found = place(nodes[2:], shape_of(6, 1, 3, RankPolicy.STICKY), previous)
+    assert isinstance(found, Placement)
+    assert found.chosen == ("n6", "n7", "n8", "n3", "n4", "n2")
+
+
 # ---- single mistakes ------------------------------------------------------------------------------------
 
 
@@ -251,6 +263,22 @@ def test_last_resorts_are_counted_by_node_not_by_group() -> None:
     found = place(nodes, shape_of(2, 2, None), {})
     assert isinstance(found, Placement)
     assert found.chosen == ("n2", "n3"), "one last resort rather than two"
+
+
+@pytest.mark.rule("C1", "C5")
+def test_a_tied_world_with_a_last_resort_is_not_kept_either() -> None:
+    """Pairs across A and B: two of four are taken, and one of the two before is unwell."""
+    nodes = [
+        node(f"n{index}", f"g{index // 2}", "AB"[index % 2] if index < 8 else "B", last_resort=index == 0)
+        for index in range(10)
+    ]
+    found = place(nodes, shape_of(4, 2, 2), seats(map(NodeId, ["n0", "n1", "n2", "n3"])))
+    assert isinstance(found, Placement)
+    assert set(found.chosen) == {"n2", "n3", "n4", "n5"}
+    ring = [node(f"{one}{end}", one, one["pq".index(end)], last_resort=one == "AB") for one in RING for end in "pq"]
+    found = place(ring, shape_of(8, 2, 2), seats(one.node_id for one in ring[:8]))
+    assert isinstance(found, Placement)
+    assert "ABp" not in found.chosen, "the ring that is well takes the place of the other"
 
 
 @pytest.mark.rule("C2")
@@ -285,6 +313,25 @@ def test_two_units_may_be_whole_in_one_domain_and_not_in_the_other() -> None:
     found = place([one for one in nodes if one.group != "x0"], shape, {})
     assert isinstance(found, Placement)
     assert {one[0] for one in found.chosen} == {"y"}
+
+
+@pytest.mark.rule("C4", "C5")
+def test_more_may_be_worth_more_than_twice_as_much() -> None:
+    """Four pairs in a ring of domains, all kept, and a fifth beside the first: two pairs keep one, four keep four."""
+    rings = [("A", "B"), ("B", "C"), ("C", "D"), ("D", "A"), ("A", "B")]
+    nodes = [
+        node(f"{ring}{group}{end}", f"{ring}{group}", f"{ring}{pair['ab'.index(end)]}")
+        for ring in "xy"
+        for group, pair in enumerate(rings)
+        for end in "ab"
+    ]
+    kept = [one.node_id for one in nodes if not str(one.group).endswith("4")]
+    found = place(nodes, shape_of(8, 2, 2), seats(kept))
+    assert isinstance(found, Placement)
+    assert sorted(found.chosen) == kept[:8]
+    found = place(nodes, shape_of(4, 2, 2), seats(kept))
+    assert isinstance(found, Placement)
+    assert sorted(found.chosen) == ["x0a", "x0b", "x4a", "x4b"]
 
 
 @pytest.mark.rule("C4")

@@ -195,17 +195,6 @@ def test_a_world_that_is_there_is_kept_without_any_search() -> None:
 
 
 @pytest.mark.rule("C4")
-def test_past_the_bound_nothing_is_called_impossible() -> None:
-    found = place(tangle(64), shape_of(32, 2, 4), {}, bounds=Bounds(0, 0))
-    if isinstance(found, Shortage):
-        assert found.reason == "undecided: 32 groups tie 8 domains; no world was found among 64 ready nodes so far"
-    else:
-        assert not found.proven
-    wished = place(tangle(64), shape_of(32, 2, 4), {}, Wanted(frozenset({NodeId("n9")})), bounds=Bounds(0, 0))
-    assert isinstance(wished, Placement) or wished.reason.startswith("undecided: ")
-
-
-@pytest.mark.rule("C4")
 def test_too_few_nodes_are_a_proven_shortage_even_past_the_bound() -> None:
     found = place(tangle(64), shape_of(64, 2, 4), {}, bounds=Bounds(0, 0))
     assert isinstance(found, Placement)

@@ -3,7 +3,7 @@
 import pytest
 
 from nvrx.core.ids import DomainId, GroupId, NodeId
-from nvrx.core.placement import Absent, Candidate, Placement, Shortage, Wanted, place
+from nvrx.core.placement import Absent, Bounds, Candidate, Placement, Shortage, Wanted, place
 from nvrx.core.shape import RankPolicy, Shape
 
 from .placement_twin import node, seats, shape_of
@@ -103,6 +103,9 @@ def test_what_a_shortage_lacks() -> None:
     assert shortage(place(some, shape_of(6, 2, 2), {})) == (
         "8 nodes are ready, but no 6 of them make whole groups and whole segments"
     )
+    assert shortage(place(some, shape_of(6, 2, 2), {}, bounds=Bounds(0, 0))) == (
+        "undecided: 4 groups tie 4 domains; no world was found among 8 ready nodes so far"
+    ), "past the bound it is never called impossible"
     gone = [Absent(NodeId("n1"), None, None, "lost 3 s ago")]
     assert shortage(place(nodes("n0 - -"), shape_of(2, 1, None), {}, absent=gone)) == (
         "1 of 2 nodes are ready: n1 lost 3 s ago"

@@ -53,11 +53,11 @@ def _by_domain(chosen: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _survivors(chosen: Sequence[Candidate], previous: Mapping[NodeId, GroupRank]) -> dict[int, NodeId]:
-    """Who had which group rank, as far as the rank still exists; the first in infra order if two claim one."""
+    """Who had which group rank; the first in infra order if two claim one."""
     found: dict[int, NodeId] = {}
     for one in chosen:
         rank = previous.get(one.node_id)
-        if rank is not None and 0 <= rank < len(chosen):
+        if rank is not None:
             found.setdefault(rank, one.node_id)
     return found
 
