@@ -22,7 +22,7 @@ from .facts import (
 )
 from .ids import GroupRank, InfraRank, NodeId
 from .narrate import describe_failure, list_names
-from .placement import Candidate, Placement, Shortage, Wanted, place
+from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Presence, StoreMode
 from .run import Member, Run
 from .stores import may_have_workers, ports_in_use
@@ -95,7 +95,24 @@ def _place(run: Run, candidates: list[Member]) -> Placement | Shortage:
         run.shape,
         _previous(run),
         Wanted(include=run.promoted, exclude=run.drained | run.replaced),
+        _absent(run, {one.info.node_id for one in candidates}),
     )
+
+
+def _absent(run: Run, ready: set[NodeId]) -> list[Absent]:
+    """Members that cannot be chosen now, so that what is missing has a name."""
+    if run.shape.replacement_group_size == 1 and run.shape.segment_size is None:
+        return []
+    return [
+        Absent(
+            one.info.node_id,
+            one.info.replacement_group_id,
+            one.info.domain_id,
+            "not heard" if one.is_live else one.membership.value.lower(),
+        )
+        for one in run.members.values()
+        if one.info.node_id not in ready
+    ]
 
 
 def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:

@@ -62,7 +62,7 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     world.stopped("n0")
     assert world.active() == after_one_loss
     assert {str(one.node.node_id): one.reason for one in world.cycle.standbys} == {
-        "n0": "its group g0 has 1 of 2 nodes here",
+        "n0": "its group g0 has 1 of 2 nodes here (n1 lost)",
         "n6": "the world of 4 keeps 2 nodes of the cycle before",
         "n7": "the world of 4 keeps 2 nodes of the cycle before",
     }
@@ -75,6 +75,7 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     world.kill("n5")
     world.advance(5)
     assert world.waiting() == (
-        "5 nodes are ready, but at most 2 of 4 can train together: group g0 has 1 of 2; group g1 has 1 of 2; "
-        "group g2 has 1 of 2 (5 of 4 joined: n0, n3, n4, n6, n7; gone: n5 (its stream broke; silent for 2.0 s))"
+        "5 nodes are ready, but at most 2 of 4 can train together: group g0 has 1 of 2 (n1 lost); "
+        "group g1 has 1 of 2 (n2 lost); group g2 has 1 of 2 (n5 lost) "
+        "(5 of 4 joined: n0, n3, n4, n6, n7; gone: n5 (its stream broke; silent for 2.0 s))"
     )
