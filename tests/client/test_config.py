@@ -18,7 +18,7 @@ from nvrx.core.endpoint import HostPort
 from nvrx.core.fingerprint import Wishes
 from nvrx.core.ids import GroupId
 from nvrx.core.parallel import ParallelSizes
-from nvrx.core.shape import NodeCounts, parse_nnodes
+from nvrx.core.shape import NodeCounts, RankPolicy, parse_nnodes
 
 STEP = {"SLURM_JOB_ID": "36", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n1"}
 ARRAY = {**STEP, "SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "3", "SLURM_NNODES": "2"}
@@ -59,6 +59,7 @@ def test_sizes_come_from_options_and_from_the_command(options: JoinOptions) -> N
 
 @pytest.mark.rule("A2")
 def test_the_fingerprint_has_command_versions_and_variables(options: JoinOptions) -> None:
+    options = dataclasses.replace(options, nnodes=parse_nnodes("4"))
     env = {**ARRAY, "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "PATH": "/bin"}
     found = resolved(options, env, fingerprint=Wishes(same_env=("HF_HOME",))).shape.fingerprint
     assert found == {
@@ -95,12 +96,14 @@ def test_versions_of_another_python_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.rule("B6", "B7")
 def test_groups_and_domains(options: JoinOptions) -> None:
-    config = resolved(options, ARRAY)
+    four = dataclasses.replace(options, nnodes=parse_nnodes("4"))
+    config = resolved(four, ARRAY)
     assert config.surroundings == Surroundings(Group(GroupId("3"), "36"), 2, None, None, None)
+    assert (config.shape.replacement_group_size, config.shape.segment_size) == (2, None)
     assert config.array_rank == 7
     assert config.run_id == "36"
     given = resolved(
-        options,
+        four,
         {**ARRAY, "NVRX_DOMAIN_ID": "D1", "NVRX_REPLACEMENT_GROUP_ID": "rackA"},
         segment_size=2,
         replacement_group_size=4,
@@ -108,7 +111,10 @@ def test_groups_and_domains(options: JoinOptions) -> None:
     )
     assert given.surroundings == Surroundings(Group(GroupId("rackA")), 4, given.surroundings.domain_id, 2, "sticky")
     assert given.surroundings.domain_id == "D1"
-    assert "NVRX_DOMAIN_ID" in refused(options, ARRAY, segment_size=2)
+    assert (given.shape.replacement_group_size, given.shape.segment_size) == (4, 2)
+    assert given.shape.rank_policy is RankPolicy.STICKY
+    assert "NVRX_DOMAIN_ID" in refused(four, ARRAY, segment_size=2)
+    assert "MIN 1" in refused(options, ARRAY)
     assert "rackA" in refused(options, {"NVRX_REPLACEMENT_GROUP_ID": "rackA"})
 
 
@@ -117,6 +123,7 @@ def test_groups_and_domains(options: JoinOptions) -> None:
 def test_the_tasks_of_an_array_meet_under_one_run_id(options: JoinOptions, task: int) -> None:
     """C037: each has a job id of its own."""
     env = ARRAY | {"SLURM_JOB_ID": str(39 - task), "SLURM_ARRAY_TASK_ID": str(task)}
+    options = dataclasses.replace(options, nnodes=parse_nnodes("4"))
     assert resolved(options, env).run_id == "36"
     assert resolved(options, env, run_id="given").run_id == "given"
     assert resolved(options, STEP | {"SLURM_ARRAY_JOB_ID": ""}).run_id == "36"
