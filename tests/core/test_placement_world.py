@@ -62,7 +62,7 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     world.stopped("n0")
     assert world.active() == after_one_loss
     assert {str(one.node.node_id): one.reason for one in world.cycle.standbys} == {
-        "n0": "its group g0 has 1 of 2 nodes here",
+        "n0": "its group g0 has 1 of 2 nodes here (n1 lost)",
         "n6": "the world of 4 keeps 2 nodes of the cycle before",
         "n7": "the world of 4 keeps 2 nodes of the cycle before",
     }
