@@ -84,6 +84,8 @@ def _texts(base: type[Any]) -> type[Any]:
             "": [("tag:yaml.org,2002:null", re.compile(r"$"))],
         }
 
+    for kind in ("int", "float", "bool", "timestamp", "binary"):
+        Texts.add_constructor(f"tag:yaml.org,2002:{kind}", Texts.construct_scalar)
     return Texts
 
 
