@@ -13,14 +13,15 @@ from typing import Any
 import click
 
 from nvrx.commandline import EXIT_FAILED, EXIT_OK, option
-from nvrx.core.ids import NodeId, first_rank
+from nvrx.core.ids import first_rank
 from nvrx.core.run import Cycle
 from nvrx.core.shape import NodeCounts, parse_nnodes
 from nvrx.wire.text import to_json
 from nvrx.wire.views import whole_rank_map
 
 from .plan_file import read_plan
-from .planning import Chosen, Short, plan as choose
+from .planning import Chosen, Short
+from .planning import plan as choose
 
 EXIT_REFUSED = 3
 

@@ -27,7 +27,7 @@ from nvrx.core.facts import (
     Standby,
     WorldChosen,
 )
-from nvrx.core.ids import CycleNumber, DomainId, GroupRank, Incarnation, InfraRank, NodeId, RunId
+from nvrx.core.ids import CycleNumber, DomainId, GroupRank, Incarnation, InfraRank, RunId
 from nvrx.core.join import check_join
 from nvrx.core.launch import launch_problem
 from nvrx.core.muster import Muster

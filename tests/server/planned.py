@@ -74,7 +74,8 @@ class Planner:
     """The command, with somewhere to put files."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._folder = folder
+        self.path = folder / "plan.yaml"
+        """The file that was made last."""
         self._capsys = capsys
 
     def call(self, *arguments: object) -> Planned:
@@ -88,9 +89,8 @@ class Planner:
 
     def text(self, text: str | bytes, *arguments: object) -> Planned:
         """A file as it stands here."""
-        path = self._folder / "plan.yaml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return self.call("--nodes", path, "--output", "json", *arguments)
+        self.path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return self.call("--nodes", self.path, "--output", "json", *arguments)
 
     def nodes(self, shape: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], *arguments: object) -> Planned:
         return self.text(json.dumps({"shape": shape, "nodes": nodes}), *arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import shlex
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from nvrx.core.placement import Bounds, place
 from nvrx.server.cli import main
+from nvrx.v1 import common_pb2
 
 from .coordination import HandAgent, serving
 from .planned import EXAMPLES, ROOT, Planner, grouped, node, procs
@@ -88,8 +90,13 @@ def test_groups_that_span_domains(plan: Planner) -> None:
 @pytest.mark.rule("C1")
 @pytest.mark.parametrize(
     ("state", "others_suffice", "is_short"),
-    [("healthy", False, False), ("degraded", True, False), ("unhealthy", True, True), ("lost", True, True)]
-    + [("draining", True, True)],
+    [
+        ("healthy", False, False),
+        ("degraded", True, False),
+        ("unhealthy", True, True),
+        ("lost", True, True),
+        ("draining", True, True),
+    ],
 )
 def test_states(plan: Planner, state: str, others_suffice: bool, is_short: bool) -> None:
     nodes = procs(3)
@@ -130,13 +137,18 @@ def test_a_lost_node_takes_no_place(plan: Planner) -> None:
 
 @pytest.mark.rule("C4")
 def test_past_the_bound_it_says_so(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = EXAMPLES / "spanning.yaml"
-    assert "not proven" not in plan.call("--nodes", path).out
+    domains = [number // 8 for number in range(192)]
+    random.Random(3).shuffle(domains)
+    nodes = [{**one, "domain_id": f"d{domains[number]}"} for number, one in enumerate(grouped(192))]
     assert place.__kwdefaults__ is not None
-    monkeypatch.setitem(place.__kwdefaults__, "bounds", Bounds(component=1, total=1))
-    lucky = plan.call("--nodes", path)
-    assert lucky.out.splitlines()[-1].endswith("; not proven best: 3 groups tie 5 domains")
-    assert plan.example("spanning.yaml", "--nnodes", "6:11").code in (0, 1)
+    monkeypatch.setitem(place.__kwdefaults__, "bounds", Bounds(5_000, 50_000))
+    found = plan.nodes({"nnodes": "96:192", "segment_size": 2, "replacement_group_size": 2}, nodes)
+    assert all(one.endswith("(not proven best)") for one in found.standbys.values())
+    table = plan.call("--nodes", plan.path).out.splitlines()
+    assert table[-1].endswith("; policy infra; not proven best: 93 groups tie 24 domains")
+    monkeypatch.setitem(place.__kwdefaults__, "bounds", Bounds(0, 0))
+    short = plan.nodes({"nnodes": "96:192", "segment_size": 4, "replacement_group_size": 2}, nodes).shortage
+    assert short.startswith("undecided: 96 groups tie 24 domains")
 
 
 # ---- what it refuses ----------------------------------------------------------------------------------
@@ -345,7 +357,7 @@ async def test_it_is_what_get_rank_map_would_answer(plan: Planner, capsys: pytes
         agents = [HandAgent(served, one["node_id"], nnodes=(4, 6)) for one in nodes]
         for agent, one in zip(agents, nodes, strict=True):
             agent.shape.replacement_group_size = 2
-            agent.shape.rank_policy = 1
+            agent.shape.rank_policy = common_pb2.RANK_POLICY_INFRA
             await agent.join(
                 order_sources={"PROCID": str(one["env"]["SLURM_PROCID"]), "NODE_ID": one["node_id"]},
                 replacement_group_id=one["replacement_group_id"],

@@ -1,4 +1,4 @@
-"""Cases from the field about order and groups, each a row: the environments that nodes had, and the world that is right."""
+"""Cases from the field about order and groups, each a row: what nodes saw in their environments, and the right world."""
 
 from __future__ import annotations
 
@@ -304,10 +304,10 @@ def test_groups(
 
 
 @pytest.mark.rule("B3")
-def test_a_mix_of_sources_is_stated(plan: Planner, tmp_path: Path) -> None:
+def test_a_mix_of_sources_is_stated(plan: Planner) -> None:
     nodes = next(row for row in ORDER if row[0] == "C011")[1]
     plan.nodes({"nnodes": "4"}, nodes)
-    table = plan.call("--nodes", tmp_path / "plan.yaml").out
+    table = plan.call("--nodes", plan.path).out
     assert [line for line in table.splitlines() if line.startswith("warning: ")] == [
         "warning: run plan is ordered by SLURM_PROCID: SLURM_TOPOLOGY_ADDR goes before it, but is missing on n3 "
         "(there on n0, n1, n2)"
