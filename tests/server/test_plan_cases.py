@@ -1,4 +1,4 @@
-"""Cases from the field about order and groups, each a row: what nodes saw in their environments, and the right world."""
+"""Cases from the field about order and groups, each a row: what nodes see in their environments, the right world."""
 
 from __future__ import annotations
 
