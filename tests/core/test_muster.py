@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, NodeLost, RunOpened
-from nvrx.core.ids import GroupId, Incarnation, NodeId, RunId
+from nvrx.core.ids import CycleNumber, GroupId, Incarnation, NodeId, RunId
 from nvrx.core.join import decide_join
 from nvrx.core.muster import Muster
 from nvrx.core.presence import Presence
@@ -43,6 +43,7 @@ def joins(draw: st.DrawFn) -> list[Join]:
             replacement_group_id=GroupId(group) if group is not None else None,
             group_array_job_id=draw(st.sampled_from(["7", "7", "7", "7", "8"])),
             restart_count=draw(st.sampled_from([0, 0, 0, 0, 1])),
+            last_cycle=draw(st.sampled_from([None, None, None, CycleNumber(7)])),
         )
         other = Shape(size, shape.max_nodes, 3, replacement_group_size=size)
         found.append(Join(info, draw(st.sampled_from([shape] * 9 + [other])), SettingsWish()))

@@ -123,6 +123,17 @@ def test_survivors_are_kept_and_ranks_follow_the_policy(plan: Planner, policy: s
     assert kept.standbys == {"n0": "the world of 3 keeps 3 nodes of the cycle before"}
 
 
+@pytest.mark.rule("B4", "D9")
+def test_who_was_there_before_is_named_and_does_not_change_the_order(plan: Planner) -> None:
+    nodes = [{**one, "previous_group_rank": number} for number, one in enumerate(procs(2))]
+    standby = node("n2", {"SLURM_PROCID": 2})
+    gone = {"node_id": "old", "state": "lost", "previous_group_rank": 2}
+    found = plan.nodes({"nnodes": "3:4"}, [gone, *nodes, standby])
+    assert (found.order, found.json["order_source"]) == (["n0", "n1", "n2"], "ORDER_SOURCE_PROCID")
+    short = plan.nodes({"nnodes": "3:4"}, [gone, *nodes, standby], "--lose", "n2").shortage
+    assert short == "2 of 3 nodes are ready: old lost, n2 lost"
+
+
 @pytest.mark.rule("A5", "B2")
 def test_a_lost_node_takes_no_place(plan: Planner) -> None:
     assert plan.nodes({"nnodes": "2:2"}, procs(3), "--lose", "n1").order == ["n0", "n2"]
