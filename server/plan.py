@@ -16,6 +16,7 @@ from nvrx.commandline import EXIT_FAILED, EXIT_OK, option
 from nvrx.core.ids import first_rank
 from nvrx.core.run import Cycle
 from nvrx.core.shape import NodeCounts, parse_nnodes
+from nvrx.logs import one_line
 from nvrx.wire.text import to_json
 from nvrx.wire.views import whole_rank_map
 
@@ -73,7 +74,8 @@ def plan(nodes: Path, nnodes: NodeCounts | None, lose: str, output: str) -> int:
     if output == "json":
         print(json.dumps({"refused": refused}, indent=2))
     else:
-        print(f"refused: {found.node_id + ': ' if found.node_id else ''}{found.reason.value}: {found.message}")
+        whom = f"{found.node_id}: " if found.node_id else ""
+        print(one_line(f"refused: {whom}{found.reason.value}: {found.message}"))
     return EXIT_REFUSED
 
 

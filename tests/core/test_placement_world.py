@@ -76,5 +76,6 @@ def test_a_lost_node_takes_its_group_out_of_the_world(
     world.advance(5)
     assert world.waiting() == (
         "5 nodes are ready, but at most 2 of 4 can train together: group g0 has 1 of 2 (n1 lost); "
-        "group g1 has 1 of 2 (n2 lost); group g2 has 1 of 2 (n5 lost) (5 of 4 joined: n0, n3, n4, n6, n7; gone: n5 (its stream broke; silent for 2.0 s))"
+        "group g1 has 1 of 2 (n2 lost); group g2 has 1 of 2 (n5 lost) "
+        "(5 of 4 joined: n0, n3, n4, n6, n7; gone: n5 (its stream broke; silent for 2.0 s))"
     )

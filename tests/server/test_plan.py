@@ -265,6 +265,11 @@ def test_a_refusal_and_a_shortage_as_text(plan: Planner) -> None:
     assert refused.code == 3
     assert refused.out.startswith("refused: oak: DUPLICATE_INFRA_RANK: nodes elm and oak both have SLURM_PROCID=1")
     assert len(refused.out.splitlines()) == 1
+    plan.nodes({"nnodes": "1"}, [node("a\n\x1b[2Jb")])
+    odd = plan.call("--nodes", plan.path)
+    assert odd.code == 3
+    assert len(odd.out.splitlines()) == 1
+    assert "\x1b" not in odd.out
     short = plan.call("--nodes", EXAMPLES / "spares.yaml", "--lose", "n1,n2,n3")
     assert (short.code, short.err) == (1, "")
     assert short.out == "no world: 5 of 6 nodes are ready: n1 lost, n2 lost, n3 lost\n"
