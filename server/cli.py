@@ -42,6 +42,7 @@ from nvrx.runtime_dir import runtime_dir
 from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
 from .operating import OPERATIONS
+from .plan import plan
 from .store_host.host import StoreNotStarted
 from .store_host.ports import PortRange
 from .views import VIEWS
@@ -183,7 +184,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     )
 
 
-for command in (*VIEWS, *OPERATIONS):
+for command in (*VIEWS, *OPERATIONS, plan):
     nvrx_coord.add_command(command)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ from .facts import (
 from .ids import GroupRank, InfraRank, NodeId
 from .narrate import describe_failure, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
-from .presence import Presence, StoreMode
+from .presence import Health, Presence, StoreMode
 from .run import Member, Run
 from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
@@ -82,41 +82,57 @@ def place_world(run: Run, presence: Presence, now: float) -> Placement | Shortag
 
 def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
     """The world that would be chosen now, just as operators wish it."""
-    return _place(run, _fresh(run, presence, now))
+    return _place(run, presence, _fresh(run, presence, now), absent(run, presence, now))
 
 
-def _place(run: Run, candidates: list[Member]) -> Placement | Shortage:
+def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequence[Absent] = ()) -> Placement | Shortage:
     source = run.order_source or settle_source([one.info.order_sources for one in candidates])
     return place(
         [
-            Candidate(one.info.node_id, _key(one, source), one.info.replacement_group_id, one.info.domain_id)
+            Candidate(
+                one.info.node_id,
+                _key(one, source),
+                one.info.replacement_group_id,
+                one.info.domain_id,
+                last_resort=presence.health_of(one.info.node_id) is Health.DEGRADED,
+            )
             for one in candidates
         ],
         run.shape,
         _previous(run),
         Wanted(include=run.promoted, exclude=run.drained | run.replaced),
-        _absent(run, {one.info.node_id for one in candidates}),
+        gone,
     )
 
 
-def _absent(run: Run, ready: set[NodeId]) -> list[Absent]:
-    """Members that cannot be chosen now, so that what is missing has a name."""
-    if run.shape.replacement_group_size == 1 and run.shape.segment_size is None:
-        return []
-    return [
-        Absent(
-            one.info.node_id,
-            one.info.replacement_group_id,
-            one.info.domain_id,
-            "not heard" if one.is_live else one.membership.value.lower(),
-        )
-        for one in run.members.values()
-        if one.info.node_id not in ready
-    ]
+def absent(run: Run, presence: Presence, now: float) -> list[Absent]:
+    """Nodes that reasons may name: members that cannot be chosen now, and of those that are gone the ones that were
+    there when the latest world was chosen, or have sisters left."""
+    recent = set(run.members)
+    if run.cycle is not None:
+        recent = {*run.cycle.seat_of, *(one.node.node_id for one in run.cycle.standbys)}
+    groups = {one.info.replacement_group_id for one in run.live_members()} - {None}
+    ready = {one.info.node_id for one in _fresh(run, presence, now)}
+    found: list[Absent] = []
+    for node_id, member in run.members.items():
+        group = member.info.replacement_group_id
+        if node_id in ready or not (member.is_live or node_id in recent or group in groups):
+            continue
+        if not member.is_live:
+            why = member.membership.value.lower()
+        else:
+            why = "unhealthy" if presence.health_of(node_id) is Health.UNHEALTHY else "silent"
+        found.append(Absent(node_id, group, member.info.domain_id, why))
+    return found
 
 
 def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
-    return [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
+    """C1: the members that may be chosen."""
+    return [
+        one
+        for one in run.live_members()
+        if presence.is_fresh(one.info.node_id, now) and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+    ]
 
 
 def _source(run: Run, presence: Presence, now: float) -> OrderSource:
@@ -235,20 +251,20 @@ def _last_call(run: Run, presence: Presence, now: float) -> Wait | None:
     is_first = run.cycle is None or run.cycle.number < run.life_began_with
     if not is_first or len(fresh) >= run.shape.max_nodes:
         return None
-    until = _possible_since(run, fresh, now) + run.settings.last_call_s
+    until = _possible_since(run, presence, fresh) + run.settings.last_call_s
     if now >= until:
         return None
     return Wait(f"last call: {len(fresh)} of at most {run.shape.max_nodes} nodes joined", until)
 
 
-def _possible_since(run: Run, fresh: list[Member], now: float) -> float:
+def _possible_since(run: Run, presence: Presence, fresh: list[Member]) -> float:
     """When the members first allowed a world. More of them never allow less, so the moment can be searched for."""
     by_time = sorted(fresh, key=lambda one: (one.joined_at, one.info.node_id))
     least, most = run.shape.min_nodes, len(by_time)
     if run.shape.replacement_group_size > 1 or run.shape.segment_size is not None:
         while least < most:
             middle = (least + most) // 2
-            possible = not isinstance(_place(run, by_time[:middle]), Shortage)
+            possible = not isinstance(_place(run, presence, by_time[:middle]), Shortage)
             least, most = (least, middle) if possible else (middle + 1, most)
     return by_time[least - 1].joined_at
 
