@@ -181,6 +181,7 @@ class NodeAgent:
 
     def _command(self, incarnation: Incarnation, address: str) -> Join:
         config = self._config
+        group = config.surroundings.group
         return Join(
             NodeInfo(
                 node_id=config.node_id,
@@ -190,8 +191,12 @@ class NodeAgent:
                 version=self._version,
                 order_sources=config.order_sources,
                 array_rank=ArrayRank(config.array_rank) if config.array_rank is not None else None,
+                replacement_group_id=group.group_id if group is not None else None,
+                domain_id=config.surroundings.domain_id,
+                stop_grace_s=config.options.stop_grace_s,
                 restart_count=config.restart_count,
                 last_cycle=self._agent.cycle,
+                group_array_job_id=group.array_job_id if group is not None else "",
             ),
             config.shape,
             config.wish,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 
-from .config import NodeConfig
+from .config import NodeConfig, Surroundings
 from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S
 
 
@@ -17,7 +19,14 @@ async def check_node(config: NodeConfig) -> int:
     print(f"node      {config.node_id}")
     print(f"run       {config.run_id or '(the coordinator says)'}")
     print(f"shape     {shape.min_nodes}:{shape.max_nodes} nodes, {shape.workers_per_node} workers each")
+    sizes = {one.name: getattr(shape.parallel, one.name) for one in dataclasses.fields(shape.parallel)}
+    given = [f"{name}={size}" for name, size in sizes.items() if size is not None and size != 1]
+    print(f"parallel  {', '.join(given) or '(no sizes)'}")
     print(f"order     {', '.join(f'{source.value}={text}' for source, text in config.order_sources.items())}")
+    around = config.surroundings
+    print(f"group     {_group(around)}")
+    print(f"domain    {around.domain_id or '(not asked for)'}")
+    print(f"compared  {', '.join(sorted(shape.fingerprint)) or '(nothing)'}")
     print(f"command   {' '.join(config.argv)}")
     print(f"logs      {config.options.log_dir}")
     reached = False
@@ -34,3 +43,10 @@ async def check_node(config: NodeConfig) -> int:
         reached = True
         print(f"coordinator {endpoint} answers")
     return 0 if reached else EXIT_NEVER_REACHED
+
+
+def _group(around: Surroundings) -> str:
+    if around.group is None:
+        return "(none)"
+    array = f" of array {around.group.array_job_id}" if around.group.array_job_id else ""
+    return f"{around.group.group_id}{array}, {around.replacement_group_size} nodes"

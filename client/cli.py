@@ -39,6 +39,8 @@ from nvrx.commandline import (
     token_in,
 )
 from nvrx.core.endpoint import HostPort
+from nvrx.core.fingerprint import Wishes
+from nvrx.core.parallel import MAX_SIZE
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
 
 from .app import run_node
@@ -85,6 +87,23 @@ class _Nnodes(click.ParamType[Any]):
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
+
+_SIZE_OF = {
+    "tensor_parallel": "Tensor-parallel size",
+    "pipeline_parallel": "Pipeline-parallel size",
+    "context_parallel": "Context-parallel size",
+    "expert_parallel": "Expert-parallel size",
+    "global_batch_size": "Global batch size",
+    "micro_batch_size": "Micro batch size",
+}
+_SIZES = [
+    option(
+        f"--{name.replace('_', '-')}",
+        type=click.IntRange(1, MAX_SIZE),
+        help=f"{what} [default: as Megatron's own flag in COMMAND says].",
+    )
+    for name, what in _SIZE_OF.items()
+]
 
 _NODE_OPTIONS = [
     option(
@@ -145,6 +164,35 @@ _NODE_OPTIONS = [
         show_default=True,
         help="How long workers run on while the coordinator is out of reach.",
     ),
+    *_SIZES,
+    option(
+        "--segment-size",
+        type=click.IntRange(1),
+        help="Nodes taken together from one NVLink domain, at consecutive group ranks.",
+    ),
+    option(
+        "--replacement-group-size",
+        type=click.IntRange(1),
+        help="Nodes of a whole replacement group; 1 turns grouping off [default: in an array, nodes per task].",
+    ),
+    option(
+        "--rank-policy",
+        type=click.Choice(["infra", "sticky"]),
+        help="How the world's nodes get their group ranks [default: infra].",
+    ),
+    option(
+        "--same-env",
+        multiple=True,
+        metavar="NAME",
+        help="A variable that must be the same on all nodes, beside NCCL_*, TORCH_*, CUDA_* and OMP_NUM_THREADS.",
+    ),
+    option(
+        "--ignore-env",
+        multiple=True,
+        metavar="NAME",
+        help="A variable, or command, python or torch, that may differ on this node.",
+    ),
+    option("--no-env-check", is_flag=True, help="Compare neither command nor environment with the other nodes'."),
     option("--checkpoint-path", default="", help="Where the run keeps its checkpoints; must be the same on all nodes."),
     option(
         "--log-dir",
@@ -257,6 +305,11 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         log_dir=given["log_dir"],
         token=token,
         reopen=given["reopen"],
+        segment_size=given["segment_size"],
+        replacement_group_size=given["replacement_group_size"],
+        rank_policy=given["rank_policy"],
+        parallel_sizes={name: given[name] for name in _SIZE_OF},
+        fingerprint=Wishes(given["same_env"], given["ignore_env"], given["no_env_check"]),
     )
 
 

@@ -10,15 +10,22 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvrx.commandline import EXIT_USAGE, Failed
+from nvrx.core.allocation import Group, domain_id, replacement_group, replacement_group_size
 from nvrx.core.endpoint import HostPort
-from nvrx.core.ids import NodeId, name_problem
-from nvrx.core.shape import NodeCounts, SettingsWish, Shape
-from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources
+from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
+from nvrx.core.ids import DomainId, NodeId, name_problem
+from nvrx.core.launch import launch_problem
+from nvrx.core.parallel import parallel_sizes
+from nvrx.core.shape import NodeCounts, RankPolicy, SettingsWish, Shape
+from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources, variable
 from nvrx.runtime_dir import runtime_dir
+
+from . import gpu
+from .machine import this_machine
 
 DEFAULT_STOP_GRACE_S = 15.0
 DEFAULT_COORDINATOR_GRACE_S = 600.0
@@ -46,6 +53,23 @@ class JoinOptions:
     log_dir: Path = Path("nvrx-logs")
     token: str | None = None
     reopen: bool = False
+    segment_size: int | None = None
+    replacement_group_size: int | None = None
+    rank_policy: str | None = None
+    parallel_sizes: Mapping[str, int | None] = field(default_factory=dict)
+    """By field of ParallelSizes; None where the worker command is to say it."""
+    fingerprint: Wishes = Wishes()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What this node has in common with others, and what the run is to make of it (rules B6, B7, C6)."""
+
+    group: Group | None
+    replacement_group_size: int | None
+    domain_id: DomainId | None
+    segment_size: int | None
+    rank_policy: str | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,7 @@ class NodeConfig:
     wish: SettingsWish
     order_sources: Mapping[OrderSource, str]
     array_rank: int | None
+    surroundings: Surroundings
     restart_count: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -69,25 +94,19 @@ class NodeConfig:
 def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
     """Check the options against this machine and `env`, the environment that the agent was started with."""
     _refuse_local_coordinator_for_many(options)
-    node_id = options.node_id or env.get("SLURMD_NODENAME") or socket.gethostname()
-    run_id = options.run_id or env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID") or ""
+    _refuse_launch(options, env)
+    node_id = options.node_id or variable(env, "SLURMD_NODENAME") or socket.gethostname()
+    run_id = options.run_id or variable(env, "SLURM_ARRAY_JOB_ID") or variable(env, "SLURM_JOB_ID")
     for problem in (name_problem("--node-id", node_id), name_problem("--run-id", run_id) if run_id else None):
         if problem is not None:
             raise Failed(problem, EXIT_USAGE)
-    shape = Shape(
-        options.nnodes.min_nodes,
-        options.nnodes.max_nodes,
-        _workers_per_node(options.nproc_per_node),
-        options.checkpoint_path,
-    )
-    problem = shape.problem()
-    if problem is not None:
-        raise Failed(problem, EXIT_USAGE)
     try:
         sources = order_sources(env, socket.gethostname(), NodeId(node_id))
         place = array_rank(env)
+        surroundings = _surroundings(options, env)
     except BadVariable as error:
         raise Failed(str(error), EXIT_USAGE) from error
+    shape = _shape(options, env, node_id, surroundings)
     config = NodeConfig(
         options=options,
         run_id=run_id,
@@ -101,6 +120,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         ),
         order_sources=sources,
         array_rank=place if place is not None and place <= MAX_WIRE_INT else None,
+        surroundings=surroundings,
         restart_count=_restart_count(env),
         argv=_argv(options.command, env),
         environment=dict(env),
@@ -125,6 +145,44 @@ def _refuse_local_coordinator_for_many(options: JoinOptions) -> None:
             "nvrx-coord serve on a host that all nodes reach, and give its HOST:PORT",
             EXIT_USAGE,
         )
+
+
+def _refuse_launch(options: JoinOptions, env: Mapping[str, str]) -> None:
+    problem = launch_problem(env, options.nnodes)
+    if problem is not None:
+        raise Failed(problem, EXIT_USAGE)
+
+
+def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str, around: Surroundings) -> Shape:
+    """The shape that this node expects of the run (rules A2, A5-A7)."""
+    wishes = options.fingerprint
+    shape = Shape(
+        options.nnodes.min_nodes,
+        options.nnodes.max_nodes,
+        _workers_per_node(options.nproc_per_node),
+        options.checkpoint_path,
+        fingerprint(options.command, env, this_machine(options.command, env, node_id), wishes),
+        parallel=parallel_sizes(options.parallel_sizes, options.command),
+        segment_size=around.segment_size,
+        replacement_group_size=around.replacement_group_size or 1,
+        rank_policy=RankPolicy((around.rank_policy or "infra").upper()),
+    )
+    problem = same_env_problem(wishes.same_env) or shape.problem()
+    if problem is not None:
+        raise Failed(problem, EXIT_USAGE)
+    return shape
+
+
+def _surroundings(options: JoinOptions, env: Mapping[str, str]) -> Surroundings:
+    """Raises BadVariable."""
+    group = replacement_group(env)
+    return Surroundings(
+        group=group,
+        replacement_group_size=replacement_group_size(env, options.replacement_group_size, group),
+        domain_id=domain_id(env, gpu.cluster_uuid()) if options.segment_size is not None else None,
+        segment_size=options.segment_size,
+        rank_policy=options.rank_policy,
+    )
 
 
 def _workers_per_node(text: str) -> int:

@@ -33,6 +33,7 @@ _CODES = {
     Reason.DUPLICATE_INFRA_RANK: code_pb2.FAILED_PRECONDITION,
     Reason.STALE_INCARNATION: code_pb2.FAILED_PRECONDITION,
     Reason.STALE_CYCLE: code_pb2.FAILED_PRECONDITION,
+    Reason.GROUP_CONFLICT: code_pb2.FAILED_PRECONDITION,
     Reason.RUN_CLOSED: code_pb2.FAILED_PRECONDITION,
     Reason.WIRE_VERSION_MISMATCH: code_pb2.FAILED_PRECONDITION,
     Reason.UNKNOWN_NODE: code_pb2.NOT_FOUND,
@@ -54,7 +55,8 @@ def to_status(refused: Refused) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=refused.reason.value, domain=DOMAIN, metadata=_fitting(refused.details))
     packed = any_pb2.Any()
     packed.Pack(info)
-    return status_pb2.Status(code=_CODES[refused.reason], message=_cut(refused.message), details=[packed])
+    code = code_pb2.FAILED_PRECONDITION if refused.by_state else _CODES[refused.reason]
+    return status_pb2.Status(code=code, message=_cut(refused.message), details=[packed])
 
 
 def _cut(message: str) -> str:

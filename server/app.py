@@ -42,7 +42,7 @@ from .journals.memory import MemoryJournal
 from .journals.sqlite import SqliteJournal
 from .services.heartbeat import HeartbeatService
 from .services.join import JoinService
-from .services.later import PromoteService
+from .services.promote import PromoteService
 from .services.rank_map import RankMapService
 from .services.run import RunService
 from .services.store import MAX_REQUEST_BYTES, StoreService
@@ -162,7 +162,7 @@ class Coordinator:
         heartbeat_pb2_grpc.add_HeartbeatServiceServicer_to_server(self._heartbeats, server)
         rank_map_pb2_grpc.add_RankMapServiceServicer_to_server(RankMapService(engine), server)
         run_pb2_grpc.add_RunServiceServicer_to_server(RunService(engine), server)
-        promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(), server)
+        promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(engine), server)
         store_pb2_grpc.add_StoreServiceServicer_to_server(self._store_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         modules = (join_pb2, heartbeat_pb2, rank_map_pb2, promote_pb2, run_pb2, store_pb2)

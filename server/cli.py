@@ -41,6 +41,8 @@ from nvrx.runtime_dir import runtime_dir
 
 from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
+from .operating import OPERATIONS
+from .plan import plan
 from .store_host.host import StoreNotStarted
 from .store_host.ports import PortRange
 from .views import VIEWS
@@ -182,8 +184,8 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     )
 
 
-for view in VIEWS:
-    nvrx_coord.add_command(view)
+for command in (*VIEWS, *OPERATIONS, plan):
+    nvrx_coord.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

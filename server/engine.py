@@ -14,17 +14,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from nvrx.core.commands import Command, Join, Tick
+from nvrx.core.commands import Command, Drain, Join, Promote, Tick
 from nvrx.core.decide import decide, next_deadline, require_member
 from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
 from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
 from nvrx.core.join import check_join
-from nvrx.core.narrate import tell
+from nvrx.core.narrate import order_warning, tell
+from nvrx.core.operate import preview
 from nvrx.core.presence import AgentPhase, HostedStores, Presence, StoreMode, Timing
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Run, evolve
-from nvrx.core.world import Wait, describe_recovery, next_world
+from nvrx.core.world import Wait, describe_recovery, next_world, world_chosen
 
 from .journals import Journal, Row
 
@@ -198,6 +199,12 @@ class Engine:
         hosted = self.runs[session.run_id]
         require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         return desired(hosted.run, session.node_id, session.incarnation, hosted.waiting)
+
+    def preview(self, hosted: Hosted, command: Promote | Drain) -> Run:
+        """The run as it would stand with its next world chosen after an operator's change. Raises Refused."""
+        now = self.now(hosted)
+        found = preview(hosted.run, hosted.presence, command, now)
+        return evolve(found.run, world_chosen(found.run, hosted.presence, found.placement, None, now))
 
     async def read_facts(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
         """Rows of a run's journal, from revision `first` on."""
@@ -391,6 +398,9 @@ class Engine:
             self.runs[run_id].revision = work.revisions[run_id]
         for row in work.rows:
             log.info("run %s: %s", row.run_id, tell(row.fact))
+            warning = order_warning(self.runs[row.run_id].run, row.fact)
+            if warning is not None:
+                log.warning("%s", warning)
             for watch in self.runs[row.run_id].watches:
                 watch.put(row)
         changed = {row.run_id for row in work.rows}

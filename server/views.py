@@ -20,7 +20,7 @@ from rich.table import Table
 from nvrx.channel import CHANNEL_OPTIONS, Metadata, bearer, describe
 from nvrx.commandline import EXIT_USAGE, EndpointType, Failed, option, token_in
 from nvrx.core.endpoint import HostPort
-from nvrx.v1 import common_pb2, rank_map_pb2, rank_map_pb2_grpc, run_pb2, run_pb2_grpc
+from nvrx.v1 import common_pb2, promote_pb2_grpc, rank_map_pb2, rank_map_pb2_grpc, run_pb2, run_pb2_grpc
 from nvrx.wire.text import to_json
 
 CALL_TIMEOUT_S = 10.0
@@ -37,6 +37,7 @@ class Viewer:
         channel = grpc.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS)
         self.runs = run_pb2_grpc.RunServiceStub(channel)
         self.maps = rank_map_pb2_grpc.RankMapServiceStub(channel)
+        self.promotes = promote_pb2_grpc.PromoteServiceStub(channel)
 
     def call(self, method: Callable[..., Any], request: Message, *, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         """Make a call. Raises Failed with one line where it is refused or not answered."""
@@ -72,7 +73,7 @@ class Viewer:
         return whole
 
 
-def _view(command: Callable[..., Any]) -> Callable[..., Any]:
+def view(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every view has."""
 
     def connected(coordinator: HostPort, run_id: str | None, token_file: Path | None, **rest: Any) -> Any:
@@ -118,7 +119,7 @@ def _rows_json(key: str, messages: list[Message]) -> str:
 
 
 @click.command(epilog="Example: nvrx-coord status --coordinator head:7700")
-@_view
+@view
 def status(viewer: Viewer, output: str) -> None:
     """How a run stands, and why nothing runs if nothing does."""
     run = viewer.call(viewer.runs.GetRun, run_pb2.GetRunRequest(run_id=viewer.run_id)).run
@@ -154,7 +155,7 @@ def _of_at_most(settings: common_pb2.Settings) -> str:
 
 
 @click.command(epilog="Example: nvrx-coord nodes --output json")
-@_view
+@view
 def nodes(viewer: Viewer, output: str) -> None:
     """Every node that is or was a member."""
     request = run_pb2.ListNodesRequest(run_id=viewer.run_id)
@@ -182,7 +183,7 @@ def nodes(viewer: Viewer, output: str) -> None:
 
 
 @click.command(epilog="Example: nvrx-coord cycles")
-@_view
+@view
 def cycles(viewer: Viewer, output: str) -> None:
     """Every cycle, the latest first: how long, why it ended, who was replaced by whom."""
     request = rank_map_pb2.ListCyclesRequest(run_id=viewer.run_id)
@@ -212,7 +213,7 @@ def _lasted(cycle: rank_map_pb2.Cycle) -> str:
 
 
 @click.command("rank-map", epilog="Example: nvrx-coord rank-map --cycle -1, or rank-map --cycle 3 --diff 2")
-@_view
+@view
 @option("--cycle", type=click.IntRange(-1), envvar=None, help="-1: the one before the current one [default: current].")
 @option("--diff", type=click.IntRange(-1), envvar=None, help="Another cycle, to see who left, who came, what moved.")
 def rank_map(viewer: Viewer, output: str, cycle: int | None, diff: int | None) -> None:
@@ -224,6 +225,11 @@ def rank_map(viewer: Viewer, output: str, cycle: int | None, diff: int | None) -
     if output == "json":
         print(to_json(found))
         return
+    print_rank_map(found)
+
+
+def print_rank_map(found: common_pb2.RankMap) -> None:
+    """A rank map as a table."""
     rows = [
         [
             _ranks(one),
@@ -319,7 +325,7 @@ def _print_diff(before: common_pb2.RankMap, after: common_pb2.RankMap, output: s
 
 
 @click.command(epilog="Example: nvrx-coord lookup --rank 417 --cycle 12")
-@_view
+@view
 @option("--rank", type=click.IntRange(0), envvar=None, help="A worker's global rank, in the current cycle or --cycle.")
 @option("--gpu", envvar=None, help="A GPU's UUID: every rank it has been.")
 @option("--node", envvar=None, help="A node's id: every rank it has been.")
@@ -356,7 +362,7 @@ def lookup(viewer: Viewer, output: str, rank: int | None, gpu: str | None, node:
 
 
 @click.command(epilog="Example: nvrx-coord events --follow")
-@_view
+@view
 @option("--from-revision", type=click.IntRange(1), default=1, envvar=None, help="First revision to show.")
 @option("--follow", is_flag=True, envvar=None, help="Go on with what happens, until the run closes.")
 def events(viewer: Viewer, output: str, follow: bool, from_revision: int) -> None:

@@ -49,8 +49,40 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Promote:
+    """An operator wants a standby, with its group, to be active: at the next cycle boundary, or `immediate`ly.
+
+    `replace`: the active node, with its group, that has to go for it.
+    """
+
+    node_id: NodeId
+    replace: NodeId | None = None
+    immediate: bool = False
+
+
+@dataclass(frozen=True)
+class Drain:
+    """An operator wants a node, with its group, out of the world: at the next cycle boundary, or `immediate`ly."""
+
+    node_id: NodeId
+    immediate: bool = False
+
+
+@dataclass(frozen=True)
+class Undrain:
+    """An operator allows a drained node, with its group, to be chosen again."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """An operator ends the run."""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time went on, or something in Presence changed."""
 
 
-Command: TypeAlias = Join | Leave | Report | Tick
+Command: TypeAlias = Join | Leave | Report | Promote | Drain | Undrain | StopRun | Tick

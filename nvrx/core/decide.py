@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import reduce
 
-from .commands import Command, CycleExits, Join, Leave, Report, Tick
+from .commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, StopRun, Tick, Undrain
 from .facts import (
     Cause,
     CauseRevised,
@@ -28,14 +28,12 @@ from .facts import (
 )
 from .ids import Incarnation, NodeId
 from .join import decide_join
+from .operate import decide_operation
 from .presence import AgentPhase, Presence
 from .refused import Reason, Refused
 from .run import Cycle, CycleState, Member, Membership, Run, evolve, failure_of
-from .world import Wait, next_world
+from .world import Wait, next_world, stopping_within
 
-STOPPING_MARGIN_S = 2.0
-"""How long beyond its stop grace a leaving node is waited for (rule D2)."""
-MAX_STOP_GRACE_S = 3600.0
 _MAX_STEPS = 1000
 
 
@@ -59,6 +57,8 @@ def _answer(run: Run, presence: Presence, command: Command, now: float) -> list[
         return _leave(run, command, now)
     if isinstance(command, Report):
         return _report(run, command, now)
+    if isinstance(command, Promote | Drain | Undrain | StopRun):
+        return decide_operation(run, presence, command, now)
     assert isinstance(command, Tick)
     return []
 
@@ -96,8 +96,7 @@ def _leave(run: Run, command: Leave, now: float) -> list[Fact]:
     cycle = run.cycle
     seat = cycle.seat_of.get(command.node_id) if cycle is not None else None
     works = seat is not None and seat.node.incarnation == command.incarnation
-    grace_s = command.stop_grace_s if 0 <= command.stop_grace_s <= MAX_STOP_GRACE_S else MAX_STOP_GRACE_S
-    until = now + grace_s + STOPPING_MARGIN_S
+    until = now + stopping_within(command.stop_grace_s)
     return [
         NodeLeft(
             now,

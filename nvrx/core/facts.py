@@ -37,6 +37,8 @@ class Cause(enum.Enum):
     WORKER_FAILED = "WORKER_FAILED"
     NODE_LOST = "NODE_LOST"
     NODE_LEFT = "NODE_LEFT"
+    DRAINED = "DRAINED"
+    PROMOTED = "PROMOTED"
     STORE_LOST = "STORE_LOST"
     STOPPED = "STOPPED"
     SUCCEEDED = "SUCCEEDED"
@@ -77,6 +79,10 @@ class NodeInfo:
     devices: tuple[Device, ...] = ()
     restart_count: int = 0
     last_cycle: CycleNumber | None = None
+    group_array_job_id: str = ""
+    """The array job that the group id is a task of; empty where the group has a name of its own (rule B6)."""
+    stop_grace_s: float = 15.0
+    """How long its workers get to end after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +264,28 @@ class CauseRevised(Happened):
 
 
 @dataclass(frozen=True)
+class NodesPromoted(Happened):
+    """An operator wants these nodes in the next world, and those they replace out of it."""
+
+    node_ids: tuple[NodeId, ...]
+    replaced: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodesDrained(Happened):
+    """An operator wants these nodes out of every world from the next on."""
+
+    node_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
+class NodesUndrained(Happened):
+    """An operator allows these nodes to be chosen again."""
+
+    node_ids: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True)
 class RunClosed(Happened):
     state: RunState
     reason: str
@@ -276,5 +304,8 @@ Fact: TypeAlias = (
     | WorkersExited
     | CycleEnded
     | CauseRevised
+    | NodesPromoted
+    | NodesDrained
+    | NodesUndrained
     | RunClosed
 )

@@ -20,7 +20,10 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -28,8 +31,10 @@ from .facts import (
     WorkersExited,
     WorldChosen,
 )
+from .groups import counted
 from .ids import CycleNumber, Incarnation, NodeId
 from .run import Cycle, CycleState, Membership, Run, evolve
+from .shape import RankPolicy
 from .topology import OrderSource, order_key
 
 
@@ -129,7 +134,8 @@ def _check_masters(run: Run) -> None:
 
 def _check_members(run: Run) -> None:
     live = [one.info for one in run.live_members()]
-    require(len(live) <= run.shape.max_nodes, "A5", f"{len(live)} members, at most {run.shape.max_nodes} are allowed")
+    count = sum(1 for _ in counted(run))
+    require(count <= run.shape.max_nodes, "A5", f"{count} members count, at most {run.shape.max_nodes} are allowed")
     short = len(live) < run.shape.min_nodes
     require(short == (run.short_since is not None), "D9", f"{len(live)} members, yet short since {run.short_since}")
     source = run.order_source
@@ -243,6 +249,14 @@ def _world_chosen(run: Run, fact: WorldChosen) -> None:
 def _check_order(run: Run, fact: WorldChosen) -> None:
     if run.order_source is not None:
         require(fact.order_source is run.order_source, "B4", f"the order changed to {fact.order_source}")
+    size = run.shape.segment_size
+    for start in range(0, len(fact.seats), size or len(fact.seats)):
+        domains = {seat.node.domain_id for seat in fact.seats[start : start + (size or 0)]}
+        require(
+            len(domains) <= 1, "C3", f"cycle {fact.cycle}: the segment at {start} is of {sorted(map(str, domains))}"
+        )
+    if size is not None or run.shape.rank_policy is not RankPolicy.INFRA:
+        return
     source = fact.order_source
     infos = [run.members[seat.node.node_id].info for seat in fact.seats]
     keys = [order_key(source, one.order_sources.get(source), one.node_id) for one in infos]
@@ -253,8 +267,15 @@ def _check_survivors(run: Run, fact: WorldChosen) -> None:
     last = run.cycle
     if last is None or last.number < run.life_began_with:
         return
+    if run.shape.segment_size is not None or run.shape.replacement_group_size > 1:
+        return  # a survivor may have lost the others of its group or segment
     newcomers = [seat.node.node_id for seat in fact.seats if seat.node.node_id not in last.seat_of]
-    displaced = [one.node.node_id for one in fact.standbys if one.node.node_id in last.seat_of]
+    by_hand = run.drained | run.replaced
+    displaced = [
+        one.node.node_id
+        for one in fact.standbys
+        if one.node.node_id in last.seat_of and one.node.node_id not in by_hand and not run.promoted
+    ]
     require(not (newcomers and displaced), "C5", f"{newcomers} took the seats of {displaced}, which are well")
 
 
@@ -304,7 +325,8 @@ def _cycle_ended(run: Run, fact: CycleEnded) -> None:
         unfinished = [one.node.node_id for one in cycle.seats if not cycle.has_finished(one.node.node_id, per_node)]
         require(not unfinished, "D8", f"cycle {fact.cycle} succeeded, and {unfinished} had not finished")
     else:
-        known = failure.node_id in cycle.seat_of
+        by_hand = failure.cause in {Cause.PROMOTED, Cause.STOPPED}
+        known = by_hand or failure.node_id in cycle.seat_of
         require(known, "A5", f"cycle {fact.cycle} ended because of {failure.node_id}, which is not in its world")
 
 
@@ -323,6 +345,13 @@ def _cause_revised(run: Run, fact: CauseRevised) -> None:
     require(is_gone, "D12", f"cycle {fact.cycle} is put down to {node_id}, which is not lost")
 
 
+def _by_hand(run: Run, fact: NodesPromoted | NodesDrained | NodesUndrained) -> None:
+    require(run.is_open, "F1", f"{fact} changes a run that {run.state.value}")
+    require(bool(fact.node_ids), "F1", f"{fact} names nobody")
+    strangers = [one for one in fact.node_ids if run.live(one) is None]
+    require(not strangers, "F1", f"{fact} names {strangers}, which are no members")
+
+
 def _run_closed(run: Run, fact: RunClosed) -> None:
     require(run.is_open, "D1", "a closed run was closed")
     require(run.cycle is None or not run.cycle.is_live, "D1", "a run was closed beside a live cycle")
@@ -339,5 +368,8 @@ _CHECKS: dict[type, Callable[[Run, Any], None]] = {
     WorkersExited: _workers_exited,
     CycleEnded: _cycle_ended,
     CauseRevised: _cause_revised,
+    NodesPromoted: _by_hand,
+    NodesDrained: _by_hand,
+    NodesUndrained: _by_hand,
     RunClosed: _run_closed,
 }

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from .commands import Join
 from .facts import Fact, NodeInfo, NodeJoined, NodeLost, RunReopened
+from .groups import counted, replaced_by, require_own_group
 from .ids import name_problem
 from .presence import Presence
 from .refused import Reason, Refused
-from .run import Member, Run
+from .run import Member, Run, evolve
 from .shape import Settings, SettingsWish, Shape, differences
-from .topology import VARIABLE, OrderSource, order_key, order_value_problem, settle_source
+from .topology import VARIABLE, OrderSource, advice_on_tie, order_key, order_value_problem, settle_source
 
 MAX_CHECKPOINT_PATH = 4096
 MAX_FINGERPRINT = 256 * 1024
+MAX_MEMBERS_PER_NODE = 4
+"""Live members for each node of MAX, those that do not count among them."""
 MAX_LAST_CYCLE = 2**30
 """Cycles are 32-bit on the wire: far from the end, whatever a node says it has seen."""
 
@@ -25,6 +30,7 @@ def check_join(command: Join) -> Settings:
         name_problem("incarnation", node.incarnation),
         name_problem("address", node.address),
         name_problem("replacement group id", node.replacement_group_id) if node.replacement_group_id else None,
+        name_problem("array job id", node.group_array_job_id) if node.group_array_job_id else None,
         name_problem("domain id", node.domain_id) if node.domain_id else None,
         _size_problem("checkpoint path", len(command.shape.checkpoint_path), MAX_CHECKPOINT_PATH),
         _size_problem("fingerprint", _fingerprint_size(command.shape), MAX_FINGERPRINT),
@@ -76,6 +82,11 @@ def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list
         )
     if member is not None and member.is_live:
         facts.append(_replace(presence, member, command.node, now))
+    require_own_group(run, command.node)
+    older = replaced_by(run, command.node)
+    why = f"its unit was started again: node {command.node.node_id} is of restart {command.node.restart_count}"
+    facts += [NodeLost(now, one.info.node_id, one.info.incarnation, why) for one in older]
+    run = reduce(evolve, facts, run)
     _require_room(run, command.node)
     _require_own_place(run, command.node, presence.timing.lease_ttl_s)
     return [*facts, NodeJoined(now, command.node)]
@@ -98,7 +109,8 @@ def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
         listed = "; ".join(f"{one.field}: run has {one.run_has}, this node gives {one.node_gives}" for one in found)
         raise Refused(
             Reason.SHAPE_MISMATCH,
-            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options",
+            f"this node does not agree with run {run.run_id}: {listed}; start all nodes with the same options "
+            "and environment (--ignore-env NAME leaves a variable out)",
             {
                 "run_id": run.run_id,
                 **{
@@ -137,13 +149,22 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
 
 
 def _require_room(run: Run, newcomer: NodeInfo) -> None:
-    there = sum(1 for one in run.live_members() if one.info.node_id != newcomer.node_id)
-    if there >= run.shape.max_nodes:
+    others = [one for one in run.live_members() if one.info.node_id != newcomer.node_id]
+    if len(others) >= MAX_MEMBERS_PER_NODE * run.shape.max_nodes:
+        raise Refused(
+            Reason.LIMIT_EXCEEDED,
+            f"run {run.run_id} has {len(others)} members that cannot be chosen or stand by; stop the agents of "
+            "broken units",
+            {"run_id": run.run_id},
+        )
+    before = sum(1 for one in counted(run) if one.info.node_id != newcomer.node_id)
+    there = {one.info.node_id for one in counted(evolve(run, NodeJoined(run.last_at, newcomer)))}
+    if newcomer.node_id in there and len(there) > run.shape.max_nodes:
         raise Refused(
             Reason.RUN_FULL,
-            f"run {run.run_id} has {there} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
-            "one more",
-            {"run_id": run.run_id, "nodes": str(there), "max_nodes": str(run.shape.max_nodes)},
+            f"run {run.run_id} has {before} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
+            f"one more{'' if len(there) == before + 1 else f', and make its group whole: {len(there)}'}",
+            {"run_id": run.run_id, "nodes": str(before), "max_nodes": str(run.shape.max_nodes)},
         )
 
 
@@ -159,11 +180,12 @@ def _require_own_place(run: Run, newcomer: NodeInfo, lease_ttl_s: float) -> None
             continue
         key = order_key(source, text, one.node_id)
         if key in taken:
+            # A newcomer that lacks a source makes the run fall back to one in which others may tie.
+            why = "" if one is newcomer else f" (as {newcomer.node_id}, which asks to join, has no better one)"
             raise Refused(
                 Reason.DUPLICATE_INFRA_RANK,
                 f"nodes {taken[key].node_id} and {one.node_id} both have {VARIABLE[source]}={text}, the order of "
-                f"run {run.run_id}; start the agents with srun --ntasks=<nodes> --ntasks-per-node=1, which gives "
-                "each its own",
+                f"run {run.run_id}{why}; {advice_on_tie(source, text)}",
                 {
                     "node_id": one.node_id,
                     "other_node_id": taken[key].node_id,

@@ -15,7 +15,10 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -24,6 +27,8 @@ from .facts import (
     WorldChosen,
 )
 from .ids import CycleNumber, NodeId
+from .run import Run
+from .topology import FROM_NODENAME, VARIABLE, OrderSource
 
 MAX_NAMED = 16
 MAX_TEXT = 160
@@ -42,6 +47,8 @@ def subject_of(fact: Fact) -> Subject:
     """The cycle and the node that a fact is about, where there is one."""
     if isinstance(fact, NodeJoined):
         return Subject(None, fact.node.node_id)
+    if isinstance(fact, NodesPromoted | NodesDrained | NodesUndrained):
+        return Subject(None, fact.node_ids[0])
     if isinstance(fact, CycleEnded | CauseRevised):
         return Subject(fact.cycle, fact.failure.node_id)
     cycle = getattr(fact, "cycle", None)
@@ -104,5 +111,46 @@ def tell(fact: Fact) -> str:
             return f"cycle {fact.cycle} ended: {describe_failure(fact.failure)}"
         case CauseRevised():
             return f"cycle {fact.cycle} had ended because of {describe_failure(fact.failure)}"
+        case NodesPromoted():
+            instead = f" in place of {list_names(list(map(str, fact.replaced)))}" if fact.replaced else ""
+            return f"an operator promotes {list_names(list(map(str, fact.node_ids)))}{instead}"
+        case NodesDrained():
+            return f"an operator drains {list_names(list(map(str, fact.node_ids)))}"
+        case NodesUndrained():
+            return f"an operator returns {list_names(list(map(str, fact.node_ids)))}"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"
+
+
+def order_warning(run: Run, fact: Fact) -> str | None:
+    """What a person should know of the order of nodes after `fact` (rules B3, B4); None where all is plain."""
+    source = run.order_source
+    if source is None:
+        return None
+    if isinstance(fact, NodeJoined) and source not in fact.node.order_sources:
+        lacking = f"node {fact.node.node_id} has no {_variable(source)}, by which run {run.run_id} is ordered"
+        return f"{lacking}: it comes after the nodes that have it"
+    if isinstance(fact, WorldChosen) and fact.cycle == run.cycles[0].number:
+        return _mixed_sources(run, fact)
+    return None
+
+
+def _variable(source: OrderSource) -> str:
+    return FROM_NODENAME if source is OrderSource.NODENAME else VARIABLE[source]
+
+
+def _mixed_sources(run: Run, fact: WorldChosen) -> str | None:
+    """A better source than the one settled on, which only some of the nodes have."""
+    placed = [*(seat.node for seat in fact.seats), *(standby.node for standby in fact.standbys)]
+    members = [run.members[one.node_id].info for one in placed]
+    for source in OrderSource:
+        if source is fact.order_source:
+            return None
+        having = sorted(str(one.node_id) for one in members if source in one.order_sources)
+        lacking = sorted(str(one.node_id) for one in members if source not in one.order_sources)
+        if having:
+            return (
+                f"run {run.run_id} is ordered by {_variable(fact.order_source)}: {_variable(source)} goes before it, "
+                f"but is missing on {list_names(lacking)} (there on {list_names(having)})"
+            )
+    return None

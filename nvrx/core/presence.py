@@ -36,6 +36,14 @@ class AgentPhase(enum.Enum):
         return self is not AgentPhase.IDLE and self is not AgentPhase.STARTING
 
 
+class Health(enum.Enum):
+    """How a node says it is: degraded ones are chosen last, unhealthy ones not (rule C1)."""
+
+    HEALTHY = "HEALTHY"
+    DEGRADED = "DEGRADED"
+    UNHEALTHY = "UNHEALTHY"
+
+
 class StoreMode(enum.Enum):
     """Who hosts the TCPStore that workers of a cycle meet at (rule I1)."""
 
@@ -82,6 +90,7 @@ class NodePresence:
     phase: AgentPhase = AgentPhase.IDLE
     cycle: CycleNumber | None = None
     store_ports: tuple[int, ...] = ()
+    health: Health = Health.HEALTHY
 
 
 @dataclass
@@ -168,6 +177,11 @@ class Presence:
         if node is None or not node.connected or node.heard_at is None:
             return False
         return now - node.heard_at <= HEARD_WITHIN_INTERVALS * self.timing.heartbeat_interval_s
+
+    def health_of(self, node_id: NodeId) -> Health:
+        """What is known of a node's health; without a word it is well."""
+        node = self.nodes.get(node_id)
+        return Health.HEALTHY if node is None else node.health
 
     def forget(self, node_id: NodeId) -> None:
         """A node is no longer a member."""

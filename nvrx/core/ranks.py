@@ -192,6 +192,7 @@ class NodeState(enum.Enum):
 
     STANDBY = "STANDBY"
     ACTIVE = "ACTIVE"
+    DRAINING = "DRAINING"
     LOST = "LOST"
     LEFT = "LEFT"
 
@@ -203,7 +204,7 @@ def members_in_order(run: Run) -> list[Member]:
 
     def place(member: Member) -> tuple[int, OrderKey, NodeId]:
         info = member.info
-        is_active = node_state(run, member) is NodeState.ACTIVE
+        is_active = _is_active(run, member)
         group_rank = seat_of[info.node_id].group_rank if is_active else len(seat_of)
         return group_rank, order_key(source, info.order_sources.get(source), info.node_id), info.node_id
 
@@ -214,11 +215,17 @@ def node_state(run: Run, member: Member) -> NodeState:
     """How a member, present or past, stands."""
     if not member.is_live:
         return NodeState(member.membership.value)
-    cycle = run.cycle
     if not run.is_open:
         return NodeState.LEFT
-    if cycle is None or cycle.number < run.life_began_with:
-        return NodeState.STANDBY
+    if member.info.node_id in run.drained:
+        return NodeState.DRAINING
+    return NodeState.ACTIVE if _is_active(run, member) else NodeState.STANDBY
+
+
+def _is_active(run: Run, member: Member) -> bool:
+    """Whether a member has a seat in the current cycle."""
+    cycle = run.cycle
+    if not member.is_live or not run.is_open or cycle is None or cycle.number < run.life_began_with:
+        return False
     seat = cycle.seat_of.get(member.info.node_id)
-    is_active = seat is not None and seat.node.incarnation == member.info.incarnation
-    return NodeState.ACTIVE if is_active else NodeState.STANDBY
+    return seat is not None and seat.node.incarnation == member.info.incarnation

@@ -22,6 +22,7 @@ class Reason(enum.Enum):
     UNKNOWN_RUN = "UNKNOWN_RUN"
     UNKNOWN_CYCLE = "UNKNOWN_CYCLE"
     RUN_CLOSED = "RUN_CLOSED"
+    GROUP_CONFLICT = "GROUP_CONFLICT"
     ILLEGAL_WORLD = "ILLEGAL_WORLD"
     BAD_TOKEN = "BAD_TOKEN"
     INVALID_FIELD = "INVALID_FIELD"
@@ -42,8 +43,12 @@ class Refused(Exception):
     `message` is one line for a person: what, the values, what to do. `details` are the values by name.
     """
 
-    def __init__(self, reason: Reason, message: str, details: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, reason: Reason, message: str, details: Mapping[str, str] | None = None, *, by_state: bool = False
+    ) -> None:
+        """`by_state`: nothing is wrong with what was asked for; how the run stands is against it."""
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.details = dict(details or {})
+        self.by_state = by_state

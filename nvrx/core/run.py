@@ -24,7 +24,10 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -150,6 +153,12 @@ class Run:
     life_began_with: CycleNumber = CycleNumber(0)
     """First cycle of this life of the run: budgets count from here."""
     restart_count: int = 0
+    drained: frozenset[NodeId] = frozenset()
+    """Nodes that an operator keeps out of every world, whoever runs on them."""
+    promoted: frozenset[NodeId] = frozenset()
+    """Nodes that an operator wants in the next world."""
+    replaced: frozenset[NodeId] = frozenset()
+    """Nodes that an operator wants out of the next world, for the promoted ones."""
     highest_cycle: CycleNumber | None = None
     """The highest cycle number that this run or, before a journal was lost, a node of it has seen."""
     close_reason: str = ""
@@ -303,7 +312,12 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
         started_time=fact.time,
     )
     return dataclasses.replace(
-        run, cycles=(*run.cycles, cycle), highest_cycle=_higher(run.highest_cycle, fact.cycle), stopping={}
+        run,
+        cycles=(*run.cycles, cycle),
+        highest_cycle=_higher(run.highest_cycle, fact.cycle),
+        stopping={},
+        promoted=frozenset(),
+        replaced=frozenset(),
     )
 
 
@@ -378,6 +392,21 @@ def _revised(run: Run, fact: CauseRevised) -> Run:
     return _replace_cycle(run, dataclasses.replace(cycle, failure=fact.failure, consequences=consequences))
 
 
+def _promoted(run: Run, fact: NodesPromoted) -> Run:
+    return dataclasses.replace(
+        run, promoted=run.promoted | {*fact.node_ids}, replaced=(run.replaced | {*fact.replaced}) - {*fact.node_ids}
+    )
+
+
+def _drained(run: Run, fact: NodesDrained) -> Run:
+    drained = run.drained | {*fact.node_ids}
+    return dataclasses.replace(run, drained=drained, promoted=run.promoted - drained)
+
+
+def _undrained(run: Run, fact: NodesUndrained) -> Run:
+    return dataclasses.replace(run, drained=run.drained - {*fact.node_ids})
+
+
 def _closed(run: Run, fact: RunClosed) -> Run:
     return dataclasses.replace(run, state=fact.state, close_reason=fact.reason, exit_code=fact.exit_code, stopping={})
 
@@ -393,5 +422,8 @@ _EVOLVE: Mapping[type, Callable[[Run, Any], Run]] = {
     WorkersExited: _exited,
     CycleEnded: _ended,
     CauseRevised: _revised,
+    NodesPromoted: _promoted,
+    NodesDrained: _drained,
+    NodesUndrained: _undrained,
     RunClosed: _closed,
 }

@@ -6,9 +6,13 @@ Knows no node and no cycle.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from .fingerprint import differing
+from .parallel import ParallelSizes
 
 MAX_NODES = 100_000
 MAX_WORKERS_PER_NODE = 1024
@@ -39,6 +43,15 @@ def parse_nnodes(text: str) -> NodeCounts:
     return counts
 
 
+class RankPolicy(enum.Enum):
+    """Who gets which group rank in the next cycle (rule C6)."""
+
+    INFRA = "INFRA"
+    """Nodes are numbered anew, in infra order."""
+    STICKY = "STICKY"
+    """Nodes that go on training keep their group rank where they can."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The fixed form of a run's world, the same on all its nodes."""
@@ -48,6 +61,11 @@ class Shape:
     workers_per_node: int
     checkpoint_path: str = ""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    parallel: ParallelSizes = ParallelSizes()
+    segment_size: int | None = None
+    """Nodes that are taken together from one domain; None where domains do not matter."""
+    replacement_group_size: int = 1
+    rank_policy: RankPolicy = RankPolicy.INFRA
 
     @property
     def world_size(self) -> int:
@@ -59,6 +77,14 @@ class Shape:
             return f"nnodes {self.min_nodes}:{self.max_nodes} breaks 1 <= MIN <= MAX <= {MAX_NODES}"
         if not 1 <= self.workers_per_node <= MAX_WORKERS_PER_NODE:
             return f"{self.workers_per_node} workers per node; 1 to {MAX_WORKERS_PER_NODE} are possible"
+        for what, size in (
+            ("segment size", self.segment_size),
+            ("replacement group size", self.replacement_group_size),
+        ):
+            if size is not None and size < 1:
+                return f"the {what} is {size}; a whole number from 1 up is possible"
+            if size is not None and self.min_nodes % size:
+                return f"MIN {self.min_nodes} is no multiple of the {what} {size}"
         if len(self.checkpoint_path) > MAX_PATH_LENGTH:
             return f"the checkpoint path has {len(self.checkpoint_path)} characters; at most {MAX_PATH_LENGTH}"
         if len(self.fingerprint) > MAX_FINGERPRINT_ENTRIES:
@@ -66,7 +92,7 @@ class Shape:
         for name, text in self.fingerprint.items():
             if len(name) + len(text) > MAX_FINGERPRINT_TEXT:
                 return f"the fingerprint of {name[:64]!a} is longer than {MAX_FINGERPRINT_TEXT} characters"
-        return None
+        return self.parallel.problem(self.min_nodes, self.workers_per_node)
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,12 @@ class Difference:
     node_gives: str
 
 
+def _told(value: object) -> str:
+    if value is None:
+        return "(none)"
+    return value.value.lower() if isinstance(value, enum.Enum) else str(value)
+
+
 def differences(shape: Shape, settings: Settings, node_shape: Shape, node_wish: SettingsWish) -> tuple[Difference, ...]:
     """Every field in which a node's shape or wishes differ from the run's (rule A2)."""
     found = [
@@ -119,10 +151,16 @@ def differences(shape: Shape, settings: Settings, node_shape: Shape, node_wish: 
         if getattr(shape, name) != getattr(node_shape, name)
     ]
     found += [
-        Difference(name, shape.fingerprint.get(name, "(unset)"), node_shape.fingerprint.get(name, "(unset)"))
-        for name in sorted({*shape.fingerprint, *node_shape.fingerprint})
-        if shape.fingerprint.get(name) != node_shape.fingerprint.get(name)
+        Difference(name, _told(getattr(shape, name)), _told(getattr(node_shape, name)))
+        for name in ("segment_size", "replacement_group_size", "rank_policy")
+        if getattr(shape, name) != getattr(node_shape, name)
     ]
+    found += [
+        Difference(one.name, str(getattr(shape.parallel, one.name)), str(getattr(node_shape.parallel, one.name)))
+        for one in dataclasses.fields(ParallelSizes)
+        if getattr(shape.parallel, one.name) != getattr(node_shape.parallel, one.name)
+    ]
+    found += [Difference(one.name, one.one, one.other) for one in differing(shape.fingerprint, node_shape.fingerprint)]
     for one in dataclasses.fields(node_wish):
         wished = getattr(node_wish, one.name)
         if wished is not None and wished != getattr(settings, one.name):

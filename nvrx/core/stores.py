@@ -26,7 +26,12 @@ def ports_in_use(run: Run, presence: Presence) -> frozenset[int]:
 def _has_workers(run: Run, cycle: Cycle, presence: Presence) -> bool:
     if cycle.is_live:
         return True
-    return any(not _is_done(run, cycle, seat.node.node_id, presence) for seat in cycle.seats)
+    return any(may_have_workers(run, cycle, seat.node.node_id, presence) for seat in cycle.seats)
+
+
+def may_have_workers(run: Run, cycle: Cycle, node_id: NodeId, presence: Presence) -> bool:
+    """Whether workers of an ended cycle may be left on one of its nodes that can still tell."""
+    return not _is_done(run, cycle, node_id, presence)
 
 
 def _is_done(run: Run, cycle: Cycle, node_id: NodeId, presence: Presence) -> bool:

@@ -41,6 +41,27 @@ VARIABLE = {
 }
 
 
+_SRUN = "srun --ntasks=<nodes> --ntasks-per-node=1"
+
+
+def advice_on_tie(source: OrderSource, text: str) -> str:
+    """What to do about two nodes that have the same value (rule B4)."""
+    match source:
+        case OrderSource.PROCID if int(text) == 0:
+            return f"every process has 0 where srun did not start it: start the agents with {_SRUN}"
+        case OrderSource.PROCID:
+            return (
+                f"start the agents of one job with {_SRUN}, and number those of several jobs through with "
+                f"{VARIABLE[OrderSource.CROSS]}"
+            )
+        case OrderSource.CROSS:
+            return f"give each node a {VARIABLE[source]} of its own"
+        case OrderSource.GROUP_RANK:
+            return "unset GROUP_RANK for the agents if another launcher left it in their environment"
+        case _:
+            return f"start one agent per node: {_SRUN}"
+
+
 class BadVariable(ValueError):
     """A variable whose value cannot be used; the message names both."""
 
@@ -93,8 +114,13 @@ def settle_source(nodes: list[Mapping[OrderSource, str]]) -> OrderSource:
     return OrderSource.NODE_ID
 
 
+def variable(env: Mapping[str, str], name: str) -> str:
+    """The value of a variable without blanks around it; an empty one counts as unset (rule A0)."""
+    return env.get(name, "").strip()
+
+
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name, "").strip()
+    text = variable(env, name)
     if not text:
         return None
     if re.fullmatch(r"[0-9]+", text) is None or len(text) > MAX_ORDER_TEXT:
@@ -104,12 +130,17 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
 
 def switch(env: Mapping[str, str], name: str) -> bool:
     """An on/off variable: 1/true/yes/on or 0/false/no/off/empty, any case. Raises BadVariable otherwise."""
-    text = env.get(name, "").strip().lower()
+    text = variable(env, name).lower()
     if text in _TRUE:
         return True
     if text in _FALSE:
         return False
     raise BadVariable(f"{name}={env[name]!a} is neither 1/true/yes/on nor 0/false/no/off")
+
+
+def nodes_per_array_task(env: Mapping[str, str]) -> int | None:
+    """Nodes of one task of the array: those of the step where Slurm says it, else those of the job."""
+    return _number(env, "SLURM_NNODES") or _number(env, "SLURM_JOB_NUM_NODES") or None
 
 
 def array_rank(env: Mapping[str, str]) -> ArrayRank | None:
@@ -120,13 +151,21 @@ def array_rank(env: Mapping[str, str]) -> ArrayRank | None:
     task = _number(env, "SLURM_ARRAY_TASK_ID")
     if task is None:
         return ArrayRank(procid)
-    nodes = _number(env, "SLURM_NNODES") or _number(env, "SLURM_JOB_NUM_NODES")
-    if not nodes:
+    nodes = nodes_per_array_task(env)
+    if nodes is None:
         raise BadVariable(
             f"SLURM_ARRAY_TASK_ID={task} needs the nodes per array task, but neither SLURM_NNODES nor "
             "SLURM_JOB_NUM_NODES is set; start the agent with srun or export one of them"
         )
     return ArrayRank(task * nodes + procid)
+
+
+def block_address(env: Mapping[str, str]) -> str | None:
+    """SLURM_TOPOLOGY_ADDR where its pattern is `block.node`; a switch or a ring is no block, and a node outside
+    every block has the pattern `node`."""
+    address = variable(env, "SLURM_TOPOLOGY_ADDR")
+    is_block = variable(env, "SLURM_TOPOLOGY_ADDR_PATTERN").lower() == "block.node"
+    return address if is_block and "." in address else None
 
 
 def order_sources(env: Mapping[str, str], host_name: str, node_id: NodeId) -> dict[OrderSource, str]:
@@ -136,13 +175,12 @@ def order_sources(env: Mapping[str, str], host_name: str, node_id: NodeId) -> di
     """
     found = {OrderSource.NODE_ID: str(node_id)}
     if switch(env, FROM_NODENAME):
-        found[OrderSource.NODENAME] = env.get("SLURMD_NODENAME") or host_name
+        found[OrderSource.NODENAME] = variable(env, "SLURMD_NODENAME") or host_name
     cross = _number(env, "CROSS_SLURM_PROCID")
     if cross is not None:
         found[OrderSource.CROSS] = str(cross)
-    address = env.get("SLURM_TOPOLOGY_ADDR", "")
-    pattern = env.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").lower()
-    if pattern == "block.node" and "." in address:
+    address = block_address(env)
+    if address is not None:
         found[OrderSource.TOPOLOGY] = address
     procid = array_rank(env)
     if procid is not None:
@@ -150,9 +188,10 @@ def order_sources(env: Mapping[str, str], host_name: str, node_id: NodeId) -> di
     group_rank = _number(env, "GROUP_RANK")
     if group_rank is not None:
         found[OrderSource.GROUP_RANK] = str(group_rank)
-    if env.get("SLURM_JOB_ID") and not found.keys() - {OrderSource.NODE_ID, OrderSource.GROUP_RANK}:
+    job = variable(env, "SLURM_JOB_ID")
+    if job and not found.keys() - {OrderSource.NODE_ID, OrderSource.GROUP_RANK}:
         raise BadVariable(
-            f"SLURM_JOB_ID={env['SLURM_JOB_ID']} is set but SLURM_PROCID is not, so this node has no place in "
+            f"SLURM_JOB_ID={job[:64]} is set but SLURM_PROCID is not, so this node has no place in "
             "order; start the agent with srun --ntasks=<nodes> --ntasks-per-node=1"
         )
     return found

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,12 +22,15 @@ from .facts import (
 )
 from .ids import GroupRank, InfraRank, NodeId
 from .narrate import describe_failure, list_names
-from .placement import Candidate, Placement, Shortage, place
-from .presence import Presence, StoreMode
+from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
+from .presence import Health, Presence, StoreMode
 from .run import Member, Run
-from .stores import ports_in_use
+from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
+STOPPING_MARGIN_S = 2.0
+"""How long beyond its stop grace a node that leaves is waited for (rule D2)."""
+MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
 RECENT_CYCLES = 4
@@ -53,23 +57,100 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     spent = _spent_budget(run)
     if spent is not None:
         return RunClosed(now, RunState.FAILED, spent, 1)
-    fresh = [one for one in run.live_members() if presence.is_fresh(one.info.node_id, now)]
-    source = run.order_source or settle_source([one.info.order_sources for one in fresh])
-    previous = (
-        frozenset(run.cycle.seat_of)
-        if run.cycle is not None and run.cycle.number >= run.life_began_with
-        else frozenset[NodeId]()
-    )
-    found = place([Candidate(one.info.node_id, _key(one, source)) for one in fresh], run.shape, previous)
+    found = place_world(run, presence, now)
     if isinstance(found, Shortage):
         return _short(run, found, now)
-    wait = _last_call(run, fresh, now)
+    wait = _last_call(run, presence, now) or _wait_for_leaving(run, presence, found, now)
     if wait is not None:
         return wait
     master = _master(run, presence, found)
     if isinstance(master, Wait):
         return master
-    return _chosen(run, found, source, master, now)
+    return world_chosen(run, presence, found, master, now)
+
+
+def place_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
+    """The world that would be chosen now, of those that are heard (rules C1, F1).
+
+    A wish that can no longer be met is passed over: training goes on without it.
+    """
+    found = wished_world(run, presence, now)
+    if isinstance(found, Shortage) and (run.promoted or run.replaced):
+        found = wished_world(dataclasses.replace(run, promoted=frozenset(), replaced=frozenset()), presence, now)
+    return found
+
+
+def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
+    """The world that would be chosen now, just as operators wish it."""
+    return _place(run, presence, _fresh(run, presence, now), absent(run, presence, now))
+
+
+def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequence[Absent] = ()) -> Placement | Shortage:
+    source = run.order_source or settle_source([one.info.order_sources for one in candidates])
+    return place(
+        [
+            Candidate(
+                one.info.node_id,
+                _key(one, source),
+                one.info.replacement_group_id,
+                one.info.domain_id,
+                last_resort=presence.health_of(one.info.node_id) is Health.DEGRADED,
+            )
+            for one in candidates
+        ],
+        run.shape,
+        _previous(run),
+        Wanted(include=run.promoted, exclude=run.drained | run.replaced),
+        gone,
+    )
+
+
+def absent(run: Run, presence: Presence, now: float) -> list[Absent]:
+    """Nodes that reasons may name: members that cannot be chosen now, and of those that are gone the ones that were
+    there when the latest world was chosen, or have sisters left."""
+    recent = set(run.members)
+    if run.cycle is not None:
+        recent = {*run.cycle.seat_of, *(one.node.node_id for one in run.cycle.standbys)}
+    groups = {one.info.replacement_group_id for one in run.live_members()} - {None}
+    ready = {one.info.node_id for one in _fresh(run, presence, now)}
+    found: list[Absent] = []
+    for node_id, member in run.members.items():
+        group = member.info.replacement_group_id
+        if node_id in ready or not (member.is_live or node_id in recent or group in groups):
+            continue
+        if not member.is_live:
+            why = member.membership.value.lower()
+        else:
+            why = "unhealthy" if presence.health_of(node_id) is Health.UNHEALTHY else "silent"
+        found.append(Absent(node_id, group, member.info.domain_id, why))
+    return found
+
+
+def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
+    """C1: the members that may be chosen."""
+    return [
+        one
+        for one in run.live_members()
+        if presence.is_fresh(one.info.node_id, now) and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+    ]
+
+
+def _source(run: Run, presence: Presence, now: float) -> OrderSource:
+    """The run's order source, or the one that it would have if its first world were chosen now (rule B4)."""
+    return run.order_source or settle_source([one.info.order_sources for one in _fresh(run, presence, now)])
+
+
+def _previous(run: Run) -> Mapping[NodeId, GroupRank]:
+    """The world before, if it was in this life of the run."""
+    if run.cycle is None or run.cycle.number < run.life_began_with:
+        return {}
+    return {seat.node.node_id: seat.group_rank for seat in run.cycle.seats}
+
+
+def stopping_within(stop_grace_s: float) -> float:
+    """How long workers of a node with this stop grace may still be there."""
+    grace_s = stop_grace_s if 0 <= stop_grace_s <= MAX_STOP_GRACE_S else MAX_STOP_GRACE_S
+    return grace_s + STOPPING_MARGIN_S
 
 
 def describe_recovery(presence: Presence) -> str:
@@ -164,16 +245,51 @@ def _recently_gone(run: Run) -> Iterator[Member]:
             yield member
 
 
-def _last_call(run: Run, fresh: list[Member], now: float) -> Wait | None:
+def _last_call(run: Run, presence: Presence, now: float) -> Wait | None:
     """C7: the first cycle of a life waits a little for MAX nodes; later ones start at once."""
+    fresh = _fresh(run, presence, now)
     is_first = run.cycle is None or run.cycle.number < run.life_began_with
     if not is_first or len(fresh) >= run.shape.max_nodes:
         return None
-    possible_since = sorted(one.joined_at for one in fresh)[run.shape.min_nodes - 1]
-    until = possible_since + run.settings.last_call_s
+    until = _possible_since(run, presence, fresh) + run.settings.last_call_s
     if now >= until:
         return None
     return Wait(f"last call: {len(fresh)} of at most {run.shape.max_nodes} nodes joined", until)
+
+
+def _possible_since(run: Run, presence: Presence, fresh: list[Member]) -> float:
+    """When the members first allowed a world. More of them never allow less, so the moment can be searched for."""
+    by_time = sorted(fresh, key=lambda one: (one.joined_at, one.info.node_id))
+    least, most = run.shape.min_nodes, len(by_time)
+    if run.shape.replacement_group_size > 1 or run.shape.segment_size is not None:
+        while least < most:
+            middle = (least + most) // 2
+            possible = not isinstance(_place(run, presence, by_time[:middle]), Shortage)
+            least, most = (least, middle) if possible else (middle + 1, most)
+    return by_time[least - 1].joined_at
+
+
+def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float) -> Wait | None:
+    """D2: who leaves the world and still answers may be writing a checkpoint; nothing new starts before it has."""
+    cycle = run.cycle
+    if cycle is None or cycle.ended_at is None or cycle.number < run.life_began_with:
+        return None
+    staying = set(found.chosen)
+    until = {
+        str(seat.node.node_id): cycle.ended_at + stopping_within(member.info.stop_grace_s)
+        for seat in cycle.seats
+        if seat.node.node_id not in staying
+        and (member := run.live(seat.node.node_id)) is not None
+        and member.info.incarnation == seat.node.incarnation
+        and presence.is_fresh(seat.node.node_id, now)
+        and may_have_workers(run, cycle, seat.node.node_id, presence)
+    }
+    leaving = {name: at for name, at in until.items() if now < at}
+    if not leaving:
+        return None
+    return Wait(
+        f"{list_names(sorted(leaving))} leaves the world and its workers are still stopping", min(leaving.values())
+    )
 
 
 def _master(run: Run, presence: Presence, found: Placement) -> Endpoint | Wait | None:
@@ -203,7 +319,9 @@ def _hosted_master(run: Run, presence: Presence) -> Endpoint | Wait:
     return Wait(stores.problem or "the store process has yet to open a port for the next cycle")
 
 
-def _chosen(run: Run, found: Placement, source: OrderSource, master: Endpoint | None, now: float) -> WorldChosen:
+def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoint | None, now: float) -> WorldChosen:
+    """The fact that a placement leads to."""
+    source = _source(run, presence, now)
     everyone = [*found.chosen, *(one.node_id for one in found.left_out)]
     in_order = sorted((run.members[one] for one in everyone), key=lambda one: (_key(one, source), one.info.node_id))
     position = {one.info.node_id: index for index, one in enumerate(in_order)}

@@ -394,7 +394,7 @@ global___HealthState = HealthState
 @typing.final
 class Shape(google.protobuf.message.Message):
     """Holds what all nodes of a run must agree on. The environment fingerprint belongs to the shape too; it travels in the
-    JoinRequest. Fields for groups, segments and parallel sizes join this message when they are supported.
+    JoinRequest.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -403,6 +403,10 @@ class Shape(google.protobuf.message.Message):
     MAX_NODES_FIELD_NUMBER: builtins.int
     WORKERS_PER_NODE_FIELD_NUMBER: builtins.int
     CHECKPOINT_PATH_FIELD_NUMBER: builtins.int
+    SEGMENT_SIZE_FIELD_NUMBER: builtins.int
+    REPLACEMENT_GROUP_SIZE_FIELD_NUMBER: builtins.int
+    RANK_POLICY_FIELD_NUMBER: builtins.int
+    PARALLEL_SIZES_FIELD_NUMBER: builtins.int
     min_nodes: builtins.int
     """Nodes in the world (MIN), at least 1."""
     max_nodes: builtins.int
@@ -411,6 +415,16 @@ class Shape(google.protobuf.message.Message):
     """Workers on each node, at least 1."""
     checkpoint_path: builtins.str
     """Path of the checkpoint that all nodes start from; empty when none was named."""
+    segment_size: builtins.int
+    """Nodes taken together from one NVLink domain; absent when the domains do not matter."""
+    replacement_group_size: builtins.int
+    """Nodes of a whole replacement group; absent when there are no groups, 1 turns grouping off."""
+    rank_policy: global___RankPolicy.ValueType
+    """Policy that group ranks are given by; unspecified means RANK_POLICY_INFRA."""
+    @property
+    def parallel_sizes(self) -> global___ParallelSizes:
+        """Sizes that the training divides its world by."""
+
     def __init__(
         self,
         *,
@@ -418,10 +432,70 @@ class Shape(google.protobuf.message.Message):
         max_nodes: builtins.int = ...,
         workers_per_node: builtins.int = ...,
         checkpoint_path: builtins.str = ...,
+        segment_size: builtins.int | None = ...,
+        replacement_group_size: builtins.int | None = ...,
+        rank_policy: global___RankPolicy.ValueType = ...,
+        parallel_sizes: global___ParallelSizes | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_path", b"checkpoint_path", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "workers_per_node", b"workers_per_node"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_replacement_group_size", b"_replacement_group_size", "_segment_size", b"_segment_size", "parallel_sizes", b"parallel_sizes", "replacement_group_size", b"replacement_group_size", "segment_size", b"segment_size"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_replacement_group_size", b"_replacement_group_size", "_segment_size", b"_segment_size", "checkpoint_path", b"checkpoint_path", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "parallel_sizes", b"parallel_sizes", "rank_policy", b"rank_policy", "replacement_group_size", b"replacement_group_size", "segment_size", b"segment_size", "workers_per_node", b"workers_per_node"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_replacement_group_size", b"_replacement_group_size"]) -> typing.Literal["replacement_group_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_segment_size", b"_segment_size"]) -> typing.Literal["segment_size"] | None: ...
 
 global___Shape = Shape
+
+@typing.final
+class ParallelSizes(google.protobuf.message.Message):
+    """Holds the sizes that a training divides its world by. An absent parallel size is 1, an absent batch size is not known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENSOR_PARALLEL_FIELD_NUMBER: builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: builtins.int
+    CONTEXT_PARALLEL_FIELD_NUMBER: builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: builtins.int
+    GLOBAL_BATCH_SIZE_FIELD_NUMBER: builtins.int
+    MICRO_BATCH_SIZE_FIELD_NUMBER: builtins.int
+    tensor_parallel: builtins.int
+    """Tensor-parallel size."""
+    pipeline_parallel: builtins.int
+    """Pipeline-parallel size."""
+    context_parallel: builtins.int
+    """Context-parallel size."""
+    expert_parallel: builtins.int
+    """Expert-parallel size."""
+    global_batch_size: builtins.int
+    """Samples in one step of the whole world."""
+    micro_batch_size: builtins.int
+    """Samples that one data-parallel replica takes at a time."""
+    def __init__(
+        self,
+        *,
+        tensor_parallel: builtins.int | None = ...,
+        pipeline_parallel: builtins.int | None = ...,
+        context_parallel: builtins.int | None = ...,
+        expert_parallel: builtins.int | None = ...,
+        global_batch_size: builtins.int | None = ...,
+        micro_batch_size: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_context_parallel", b"_context_parallel", "_expert_parallel", b"_expert_parallel", "_global_batch_size", b"_global_batch_size", "_micro_batch_size", b"_micro_batch_size", "_pipeline_parallel", b"_pipeline_parallel", "_tensor_parallel", b"_tensor_parallel", "context_parallel", b"context_parallel", "expert_parallel", b"expert_parallel", "global_batch_size", b"global_batch_size", "micro_batch_size", b"micro_batch_size", "pipeline_parallel", b"pipeline_parallel", "tensor_parallel", b"tensor_parallel"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_context_parallel", b"_context_parallel", "_expert_parallel", b"_expert_parallel", "_global_batch_size", b"_global_batch_size", "_micro_batch_size", b"_micro_batch_size", "_pipeline_parallel", b"_pipeline_parallel", "_tensor_parallel", b"_tensor_parallel", "context_parallel", b"context_parallel", "expert_parallel", b"expert_parallel", "global_batch_size", b"global_batch_size", "micro_batch_size", b"micro_batch_size", "pipeline_parallel", b"pipeline_parallel", "tensor_parallel", b"tensor_parallel"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_context_parallel", b"_context_parallel"]) -> typing.Literal["context_parallel"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expert_parallel", b"_expert_parallel"]) -> typing.Literal["expert_parallel"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_global_batch_size", b"_global_batch_size"]) -> typing.Literal["global_batch_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_micro_batch_size", b"_micro_batch_size"]) -> typing.Literal["micro_batch_size"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pipeline_parallel", b"_pipeline_parallel"]) -> typing.Literal["pipeline_parallel"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tensor_parallel", b"_tensor_parallel"]) -> typing.Literal["tensor_parallel"] | None: ...
+
+global___ParallelSizes = ParallelSizes
 
 @typing.final
 class Settings(google.protobuf.message.Message):

@@ -70,6 +70,8 @@ class JoinRequest(google.protobuf.message.Message):
     LAST_CYCLE_FIELD_NUMBER: builtins.int
     WIRE_VERSION_FIELD_NUMBER: builtins.int
     REOPEN_FIELD_NUMBER: builtins.int
+    GROUP_ARRAY_JOB_ID_FIELD_NUMBER: builtins.int
+    STOP_GRACE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to join; empty: the run that the coordinator declared, else `default`."""
     node_id: builtins.str
@@ -96,6 +98,10 @@ class JoinRequest(google.protobuf.message.Message):
     """Major wire version that the agent speaks; absent means 1."""
     reopen: builtins.bool
     """Begins the run's next life if the run is closed: cycles number on, budgets start anew."""
+    group_array_job_id: builtins.str
+    """Array job that `replacement_group_id` is a task of; empty when the group has a name of its own. Two arrays have equal
+    task ids, which are two groups.
+    """
     @property
     def shape(self) -> nvrx.v1.common_pb2.Shape:
         """Shape that the node expects of the run."""
@@ -110,11 +116,17 @@ class JoinRequest(google.protobuf.message.Message):
 
     @property
     def fingerprint(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Environment fingerprint: name -> value or digest; empty when it is turned off."""
+        """Environment fingerprint: name -> value or digest; empty when it is turned off. Ids of the node's own stand in marks,
+        as `{node:n07}`: two values agree when they differ in marks of the same kind only. `{not compared}` agrees with all.
+        """
 
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[nvrx.v1.common_pb2.Device]:
         """Devices of the node, in order of local rank. May be repeated."""
+
+    @property
+    def stop_grace(self) -> google.protobuf.duration_pb2.Duration:
+        """Time that the node's workers get to end after SIGTERM; absent: 15 s."""
 
     def __init__(
         self,
@@ -137,9 +149,11 @@ class JoinRequest(google.protobuf.message.Message):
         last_cycle: builtins.int | None = ...,
         wire_version: builtins.int | None = ...,
         reopen: builtins.bool = ...,
+        group_array_job_id: builtins.str = ...,
+        stop_grace: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "array_rank", b"array_rank", "last_cycle", b"last_cycle", "settings", b"settings", "shape", b"shape", "wire_version", b"wire_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "reopen", b"reopen", "replacement_group_id", b"replacement_group_id", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "array_rank", b"array_rank", "last_cycle", b"last_cycle", "settings", b"settings", "shape", b"shape", "stop_grace", b"stop_grace", "wire_version", b"wire_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "group_array_job_id", b"group_array_job_id", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "reopen", b"reopen", "replacement_group_id", b"replacement_group_id", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "stop_grace", b"stop_grace", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_array_rank", b"_array_rank"]) -> typing.Literal["array_rank"] | None: ...
     @typing.overload

@@ -58,6 +58,7 @@ class JoinServiceServicer(object):
         Errors:
         INVALID_ARGUMENT (SHAPE_MISMATCH): shape, settings or fingerprint differ from the run's; metadata holds each
         differing field with both values.
+        INVALID_ARGUMENT (ILLEGAL_WORLD): no run can have this shape; the message writes the arithmetic out.
         INVALID_ARGUMENT (INVALID_FIELD): a field is missing or not legal.
         FAILED_PRECONDITION (NODE_ALREADY_JOINED): another incarnation of the node holds the seat and is alive.
         FAILED_PRECONDITION (DUPLICATE_INFRA_RANK): another live node has the same value in the run's order source.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from nvrx.core.commands import CycleExits, Join
@@ -18,10 +19,11 @@ from nvrx.core.ids import (
     RunId,
     first_rank,
 )
+from nvrx.core.parallel import ParallelSizes
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Reason, Refused
-from nvrx.core.shape import Settings, SettingsWish, Shape
+from nvrx.core.shape import RankPolicy, Settings, SettingsWish, Shape
 from nvrx.core.topology import OrderSource
 from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2
 
@@ -54,6 +56,8 @@ def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
         last_cycle=node.last_cycle,
         wire_version=WIRE_VERSION,
         reopen=command.reopen,
+        group_array_job_id=node.group_array_job_id,
+        stop_grace=duration(node.stop_grace_s),
     )
     if wish.join_timeout_s is not None:
         request.settings.join_timeout.CopyFrom(duration(wish.join_timeout_s))
@@ -72,13 +76,6 @@ def join_command(request: join_pb2.JoinRequest) -> Join:
             f"{WIRE_VERSION}; install the same major version on both sides",
             {"agent_wire_version": str(theirs), "coordinator_wire_version": str(WIRE_VERSION)},
         )
-    shape = Shape(
-        request.shape.min_nodes,
-        request.shape.max_nodes,
-        request.shape.workers_per_node,
-        request.shape.checkpoint_path,
-        dict(request.fingerprint),
-    )
     asked = request.settings
     wish = SettingsWish(
         max_restarts=asked.max_restarts if asked.HasField("max_restarts") else None,
@@ -86,7 +83,30 @@ def join_command(request: join_pb2.JoinRequest) -> Join:
         join_timeout_s=seconds(asked.join_timeout) if asked.HasField("join_timeout") else None,
         last_call_s=seconds(asked.last_call) if asked.HasField("last_call") else None,
     )
-    return Join(_node_info(request), shape, wish, request.reopen)
+    return Join(_node_info(request), _shape(request), wish, request.reopen)
+
+
+def _shape(request: join_pb2.JoinRequest) -> Shape:
+    told = request.shape
+    return Shape(
+        told.min_nodes,
+        told.max_nodes,
+        told.workers_per_node,
+        told.checkpoint_path,
+        dict(request.fingerprint),
+        parallel=_parallel_sizes(told.parallel_sizes),
+        segment_size=told.segment_size if told.HasField("segment_size") else None,
+        replacement_group_size=told.replacement_group_size if told.HasField("replacement_group_size") else 1,
+        rank_policy=_rank_policy(told.rank_policy),
+    )
+
+
+def _rank_policy(value: common_pb2.RankPolicy.ValueType) -> RankPolicy:
+    return RankPolicy.STICKY if value == common_pb2.RANK_POLICY_STICKY else RankPolicy.INFRA
+
+
+def _parallel_sizes(told: common_pb2.ParallelSizes) -> ParallelSizes:
+    return ParallelSizes(**{field.name: value for field, value in told.ListFields()})
 
 
 def _node_info(request: join_pb2.JoinRequest) -> NodeInfo:
@@ -106,6 +126,8 @@ def _node_info(request: join_pb2.JoinRequest) -> NodeInfo:
         devices=tuple(_device(one) for one in request.devices[:1024]),
         restart_count=request.restart_count,
         last_cycle=CycleNumber(request.last_cycle) if request.HasField("last_cycle") else None,
+        group_array_job_id=request.group_array_job_id,
+        **({"stop_grace_s": seconds(request.stop_grace)} if request.HasField("stop_grace") else {}),
     )
 
 
@@ -116,7 +138,21 @@ def shape_message(shape: Shape) -> common_pb2.Shape:
         max_nodes=shape.max_nodes,
         workers_per_node=shape.workers_per_node,
         checkpoint_path=shape.checkpoint_path,
+        parallel_sizes=_parallel_sizes_message(shape.parallel),
+        segment_size=shape.segment_size,
+        replacement_group_size=shape.replacement_group_size,
+        rank_policy=common_pb2.RankPolicy.Value(f"RANK_POLICY_{shape.rank_policy.value}"),
     )
+
+
+def _parallel_sizes_message(sizes: ParallelSizes) -> common_pb2.ParallelSizes | None:
+    """Only what was given: a reader takes the rest as absent, which means the same."""
+    given = {
+        field.name: getattr(sizes, field.name)
+        for field in dataclasses.fields(sizes)
+        if getattr(sizes, field.name) != field.default
+    }
+    return common_pb2.ParallelSizes(**given) if given else None
 
 
 def settings_message(settings: Settings) -> common_pb2.Settings:

@@ -92,7 +92,7 @@ def rank_map(run: Run, cycle: Cycle) -> common_pb2.RankMap:
         start_time=timestamp(cycle.started_time),
         end_time=timestamp(cycle.ended_time) if cycle.ended_at is not None else None,
         order_source=common_pb2.OrderSource.Value(f"ORDER_SOURCE_{cycle.order_source.value}"),
-        rank_policy=common_pb2.RANK_POLICY_INFRA,
+        rank_policy=common_pb2.RankPolicy.Value(f"RANK_POLICY_{cycle.shape.rank_policy.value}"),
         world_size=run.shape.world_size,
         group_world_size=run.shape.min_nodes,
         workers_per_node=run.shape.workers_per_node,

@@ -287,6 +287,13 @@ class World:
         """One worker of the current cycle ends."""
         return self.report(name, [ended(local_rank, code, signal)])
 
+    def stopped(self, *names: str) -> None:
+        """Agents have stopped all workers of the current cycle that had not ended."""
+        for name in names:
+            known = self.cycle.exits.get(NodeId(name), {})
+            left = [rank for rank in range(self.workers) if LocalRank(rank) not in known]
+            self.report(name, [ended(rank, signal="SIGTERM", stopped=True) for rank in left])
+
     def finish(self, *names: str) -> None:
         """All workers of nodes exit 0."""
         for name in names:

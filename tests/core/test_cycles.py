@@ -3,7 +3,7 @@
 import pytest
 
 from nvrx.core.commands import CycleExits, Report, Tick
-from nvrx.core.decide import STOPPING_MARGIN_S, decide
+from nvrx.core.decide import decide
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
@@ -21,6 +21,7 @@ from nvrx.core.ids import CycleNumber, GlobalRank, LocalRank
 from nvrx.core.presence import AgentPhase, StoreMode
 from nvrx.core.ranks import Action
 from nvrx.core.run import CycleState, SeatState
+from nvrx.core.world import STOPPING_MARGIN_S
 
 from .driver import World, ended, trained
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from nvrx.core.commands import Tick
+from nvrx.core.commands import Drain, Promote, Tick, Undrain
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
@@ -16,6 +16,7 @@ from nvrx.core.facts import (
     Failure,
     NodeLeft,
     NodeLost,
+    NodesPromoted,
     NodeStopped,
     RunClosed,
     RunState,
@@ -48,6 +49,11 @@ def eventful() -> World:
     world.exit("n0", 0, 1)
     world.exit("n0", 1, 1)
     world.rejoin("n1", reopen=True)
+    world.join("n5", "n6", "n7")
+    world.start()
+    world.submit(Promote(NodeId("n7"), NodeId("n1")))
+    world.submit(Drain(NodeId("n6")))
+    world.submit(Undrain(NodeId("n6")))
     return world
 
 
@@ -96,7 +102,8 @@ def test_subjects() -> None:
     seen = {type(fact): subject_of(fact) for fact in world.facts}
     assert seen[CauseRevised] == Subject(CycleNumber(0), NodeId("n1"))
     assert seen[NodeStopped] == Subject(None, NodeId("n2"))
-    assert seen[CycleRunning] == Subject(CycleNumber(2), None)
+    assert seen[CycleRunning] == Subject(CycleNumber(4), None)
+    assert seen[NodesPromoted] == Subject(None, NodeId("n7"))
     assert seen[RunClosed] == Subject(None, None)
 
 

@@ -8,6 +8,8 @@ import pytest
 from nvrx.core.commands import Command, CycleExits, Leave, Report
 from nvrx.core.facts import CycleEnded, NodeJoined, NodeLost, RunReopened, RunState, WorldChosen
 from nvrx.core.ids import CycleNumber, Incarnation, NodeId
+from nvrx.core.narrate import order_warning
+from nvrx.core.parallel import ParallelSizes
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import SettingsWish, Shape
 from nvrx.core.topology import OrderSource
@@ -142,8 +144,10 @@ def test_standbys_come_and_go_and_nothing_restarts() -> None:
 @pytest.mark.rule("A2")
 def test_a_mismatch_lists_every_field() -> None:
     world = World(2, 3, wish=SettingsWish(max_restarts=2))
-    world.join("n0")
-    shape = Shape(3, 4, 8, "/other", {"NCCL_DEBUG": "INFO"})
+    first = world.join_command("n0")
+    world.submit(dataclasses.replace(first, shape=dataclasses.replace(first.shape, fingerprint={"python": "3.12.1"})))
+    sizes = ParallelSizes(tensor_parallel=4, global_batch_size=240)
+    shape = Shape(3, 4, 8, "/other", {"NCCL_DEBUG": "INFO", "python": "3.12.1"}, parallel=sizes)
     with pytest.raises(Refused) as caught:
         world.submit(
             dataclasses.replace(world.join_command("n1"), shape=shape, wish=SettingsWish(1, 5, join_timeout_s=600.0))
@@ -154,6 +158,8 @@ def test_a_mismatch_lists_every_field() -> None:
         "max_nodes": ("3", "4"),
         "workers_per_node": ("2", "8"),
         "checkpoint_path": ("", "/other"),
+        "tensor_parallel": ("1", "4"),
+        "global_batch_size": ("None", "240"),
         "NCCL_DEBUG": ("(unset)", "INFO"),
         "max_restarts": ("2", "1"),
         "max_replacements": ("None", "5"),
@@ -164,6 +170,41 @@ def test_a_mismatch_lists_every_field() -> None:
         assert f"{name}: run has {run_has}, this node gives {node_gives}" in caught.value.message
     assert len(caught.value.details) == 1 + 2 * len(expected), "join_timeout_s agrees"
     world.join("n2")
+
+
+@pytest.mark.rule("A2")
+@pytest.mark.parametrize(
+    ("field", "run_has", "node_gives"),
+    [("workers_per_node", 8, 4), ("min_nodes", 2, 3), ("max_nodes", 3, 4), ("checkpoint_path", "/a", "/b")],
+)
+def test_one_odd_node_is_refused_and_the_others_go_on(field: str, run_has: object, node_gives: object) -> None:
+    """Field case C028."""
+    world = World(2, 3)
+    shape = dataclasses.replace(Shape(2, 3, 8), **{field: run_has})  # type: ignore[arg-type]
+    odd = dataclasses.replace(shape, **{field: node_gives})  # type: ignore[arg-type]
+    world.submit(dataclasses.replace(world.join_command("n0"), shape=shape))
+    with pytest.raises(Refused) as caught:
+        world.submit(dataclasses.replace(world.join_command("odd"), shape=odd))
+    assert f"{field}: run has {run_has}, this node gives {node_gives}" in caught.value.message
+    world.submit(dataclasses.replace(world.join_command("n1"), shape=shape))
+    assert [one.info.node_id for one in world.run.live_members()] == ["n0", "n1"]
+
+
+@pytest.mark.rule("A2", "A8")
+def test_a_node_without_a_fingerprint_joins_and_so_do_others_after_it() -> None:
+    """It was told not to compare, or is of a version that does not."""
+    world = World(1, 3)
+
+    def join(name: str, fingerprint: dict[str, str]) -> None:
+        command = world.join_command(name)
+        shape = dataclasses.replace(command.shape, fingerprint=fingerprint)
+        world.submit(dataclasses.replace(command, shape=shape))
+
+    join("n0", {"NCCL_DEBUG": "INFO"})
+    join("n1", {})
+    with pytest.raises(Refused, match="NCCL_DEBUG: run has INFO, this node gives WARN"):
+        join("n2", {"NCCL_DEBUG": "WARN"})
+    join("n2", {"NCCL_DEBUG": "{not compared}"})
 
 
 @pytest.mark.rule("A2")
@@ -182,6 +223,7 @@ def test_a_node_without_wishes_takes_what_the_run_has() -> None:
         ({"node_id": NodeId("a/b")}, Reason.INVALID_FIELD, "'/'"),
         ({"incarnation": Incarnation("")}, Reason.INVALID_FIELD, "incarnation is empty"),
         ({"address": ""}, Reason.INVALID_FIELD, "address is empty"),
+        ({"group_array_job_id": "a/b"}, Reason.INVALID_FIELD, "array job id"),
         ({"domain_id": "é"}, Reason.INVALID_FIELD, "domain id"),
         ({"replacement_group_id": "a/b"}, Reason.INVALID_FIELD, "replacement group id"),
         ({"order_sources": {OrderSource.PROCID: "x"}}, Reason.INVALID_FIELD, "SLURM_PROCID='x'"),
@@ -209,6 +251,12 @@ def test_a_field_that_no_run_can_have_is_refused(change: dict[str, object], reas
         (Shape(1, 100_001, 1), SettingsWish(), "1:100001"),
         (Shape(1, 1, 0), SettingsWish(), "0 workers"),
         (Shape(1, 1, 1025), SettingsWish(), "1025 workers"),
+        (
+            Shape(2, 2, 8, parallel=ParallelSizes(4, 6)),
+            SettingsWish(),
+            "16 = 2 nodes x 8 workers is not a multiple of 24",
+        ),
+        (Shape(1, 1, 1, parallel=ParallelSizes(global_batch_size=0)), SettingsWish(), "global_batch_size is 0"),
         (Shape(1, 1, 1), SettingsWish(max_restarts=-1), "max_restarts is -1"),
         (Shape(1, 1, 1), SettingsWish(join_timeout_s=math.nan), "join_timeout_s is nan"),
     ],
@@ -236,6 +284,80 @@ def test_two_live_nodes_with_one_value_are_told_apart(settled: bool, text: str) 
     world.kill("n0")
     world.advance(3)
     world.join("n1")
+
+
+@pytest.mark.rule("B4")
+@pytest.mark.parametrize(
+    ("source", "text", "parts"),
+    [
+        pytest.param(OrderSource.PROCID, "1", ["SLURM_PROCID=1", "CROSS_SLURM_PROCID"], id="C017"),
+        pytest.param(OrderSource.PROCID, "0", ["SLURM_PROCID=0", "srun did not start"], id="C018"),
+        pytest.param(OrderSource.GROUP_RANK, "0", ["GROUP_RANK=0", "unset GROUP_RANK"], id="C019"),
+        pytest.param(OrderSource.CROSS, "0", ["CROSS_SLURM_PROCID=0", "of its own"], id="CROSS"),
+        pytest.param(OrderSource.TOPOLOGY, "b1.n1", ["SLURM_TOPOLOGY_ADDR=b1.n1", "one agent per node"], id="TOPOLOGY"),
+        pytest.param(OrderSource.NODENAME, "n1", ["SLURMD_NODENAME=n1", "one agent per node"], id="NODENAME"),
+    ],
+)
+def test_a_tie_is_refused_with_what_to_do_about_it(source: OrderSource, text: str, parts: list[str]) -> None:
+    """Both nodes are named, the first goes on, and nobody is thrown out in turn."""
+    world = World(1, 3)
+    world.node("ash", {source: text})
+    world.node("elm", {source: text})
+    world.join("ash")
+    world.advance(1)
+    before = world.run
+    for _ in range(3):
+        refused = refusal(world, "elm")
+        assert refused.reason is Reason.DUPLICATE_INFRA_RANK
+        for part in ("ash", "elm", *parts):
+            assert part in refused.message
+        assert (refused.details["node_id"], refused.details["other_node_id"]) == ("elm", "ash")
+        assert refused.details["value"] == text
+    assert world.run == before
+    assert world.active() == ["ash"]
+
+
+@pytest.mark.rule("B4")
+def test_a_newcomer_by_which_others_would_tie_is_told_so() -> None:
+    """Nodes of two jobs, numbered through; one that is not numbered would make the run order by SLURM_PROCID."""
+    world = World(3, 3)
+    world.node("a0", {OrderSource.CROSS: "0", OrderSource.PROCID: "0"})
+    world.node("b0", {OrderSource.CROSS: "1", OrderSource.PROCID: "0"})
+    world.join("a0", "b0")
+    world.node("c0", {OrderSource.PROCID: "1"})
+    refused = refusal(world, "c0")
+    assert refused.reason is Reason.DUPLICATE_INFRA_RANK
+    for part in ("a0", "b0", "SLURM_PROCID=0", "c0, which asks to join"):
+        assert part in refused.message
+
+
+@pytest.mark.rule("B3")
+def test_a_mix_of_sources_is_said_once() -> None:
+    """Field case C011: three nodes are in a block, one is not."""
+    world = World(3, 5)
+    for number in range(3):
+        world.node(f"n{number}", {OrderSource.TOPOLOGY: f"block1.n{number}", OrderSource.PROCID: str(number)})
+    world.node("n9", {OrderSource.PROCID: "9"})
+    world.node("late")
+    world.join("n0", "n1", "n2", "n9")
+    world.advance(1)
+    world.join("late")
+    world.exit("n0", 0, 1)
+    said = [line for fact in world.facts if (line := order_warning(world.run, fact)) is not None]
+    assert said == [
+        "run run is ordered by SLURM_PROCID: SLURM_TOPOLOGY_ADDR goes before it, but is missing on n9 "
+        "(there on n0, n1, n2)",
+        "node late has no SLURM_PROCID, by which run run is ordered: it comes after the nodes that have it",
+    ]
+
+
+@pytest.mark.rule("B3")
+def test_nothing_is_said_where_all_nodes_have_the_source() -> None:
+    world = World(2, 2)
+    for number in range(2):
+        world.node(f"n{number}", {OrderSource.TOPOLOGY: f"block1.n{number}", OrderSource.PROCID: str(number)})
+    world.join("n0", "n1")
+    assert [order_warning(world.run, fact) for fact in world.facts] == [None] * len(world.facts)
 
 
 @pytest.mark.rule("B3", "B4")

@@ -1,12 +1,13 @@
 """Which nodes train (C1-C8), against a dumb twin that tries every set."""
 
+from collections.abc import Iterable
 from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvrx.core.ids import NodeId
+from nvrx.core.ids import GroupRank, NodeId
 from nvrx.core.placement import Candidate, Placement, Shortage, place
 from nvrx.core.shape import Shape
 from nvrx.core.topology import OrderSource, order_key
@@ -21,6 +22,10 @@ def candidate(name: str) -> Candidate:
 
 def ids(*names: str) -> frozenset[NodeId]:
     return frozenset(NodeId(name) for name in names)
+
+
+def seats(nodes: Iterable[NodeId]) -> dict[NodeId, GroupRank]:
+    return {node_id: GroupRank(rank) for rank, node_id in enumerate(sorted(nodes))}
 
 
 def twin(candidates: list[Candidate], min_nodes: int, previous: frozenset[NodeId]) -> tuple[NodeId, ...] | None:
@@ -42,7 +47,7 @@ nodes = st.lists(st.integers(0, 30).map(lambda number: f"n{number}"), max_size=8
 def test_the_twin_agrees(names: list[str], min_nodes: int, data: st.DataObject) -> None:
     previous = ids(*data.draw(st.lists(st.sampled_from([*names, "gone"]), max_size=6)))
     candidates = [candidate(name) for name in names]
-    found = place(candidates, Shape(min_nodes, 8, 1), previous)
+    found = place(candidates, Shape(min_nodes, 8, 1), seats(previous))
     expected = twin(candidates, min_nodes, previous)
     if expected is None:
         assert found == Shortage(f"{len(names)} of {min_nodes} nodes are ready")
@@ -57,8 +62,8 @@ def test_the_twin_agrees(names: list[str], min_nodes: int, data: st.DataObject) 
 def test_laws(names: list[str], min_nodes: int, data: st.DataObject) -> None:
     previous = ids(*data.draw(st.lists(st.sampled_from([*names, "gone"]), max_size=6)))
     candidates = [candidate(name) for name in names]
-    found = place(candidates, Shape(min_nodes, 8, 1), previous)
-    again = place(data.draw(st.permutations(candidates)), Shape(min_nodes, 8, 1), previous)
+    found = place(candidates, Shape(min_nodes, 8, 1), seats(previous))
+    again = place(data.draw(st.permutations(candidates)), Shape(min_nodes, 8, 1), seats(previous))
     assert again == found, "whatever the order in which nodes joined"
     assert isinstance(found, Placement) == (len(names) >= min_nodes)
     if isinstance(found, Shortage):
@@ -70,7 +75,7 @@ def test_laws(names: list[str], min_nodes: int, data: st.DataObject) -> None:
     displaced = previous.intersection(left_out)
     newcomers = set(found.chosen) - previous
     assert not (displaced and newcomers), "a standby never displaces a healthy active node"
-    kept = place(candidates, Shape(min_nodes, 8, 1), frozenset(found.chosen))
+    kept = place(candidates, Shape(min_nodes, 8, 1), seats(found.chosen))
     assert isinstance(kept, Placement)
     assert kept.chosen == found.chosen, "the world that was chosen is kept while its nodes are there"
 
@@ -88,7 +93,7 @@ def test_laws(names: list[str], min_nodes: int, data: st.DataObject) -> None:
     ],
 )
 def test_rows(present: list[str], previous: list[str], chosen: list[str]) -> None:
-    found = place([candidate(name) for name in present], Shape(2, 8, 1), ids(*previous))
+    found = place([candidate(name) for name in present], Shape(2, 8, 1), seats(ids(*previous)))
     assert isinstance(found, Placement)
     assert list(found.chosen) == chosen
 

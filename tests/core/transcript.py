@@ -11,6 +11,8 @@ same text with the answers that the core gives now.
     kill NAME ...                                agents die, streams break       freeze NAME ...: only silent
     leave NAME [stopped]                         an agent takes its node out; `stopped`: its workers are gone
     back NAME ...                                streams open again              restart-coordinator
+    stopped NAME ...                             agents have stopped all that still ran
+    promote NAME [for NAME] [now]                an operator's wish              drain NAME [now], undrain NAME, stop
     advance SECONDS                              time passes                     show: status and rank map
 """
 
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from nvrx.core.ids import CycleNumber, LocalRank, first_rank, global_rank
+from nvrx.core.commands import Drain, Promote, StopRun, Undrain
+from nvrx.core.ids import CycleNumber, LocalRank, NodeId, first_rank, global_rank
 from nvrx.core.narrate import tell
 from nvrx.core.ranks import Action, mapped_nodes, node_state
 from nvrx.core.refused import Refused
@@ -67,6 +70,11 @@ class Teller:
             "freeze": lambda *names: self.world.freeze(*names),
             "leave": lambda name, *stopped: self.world.leave(name, stopped=bool(stopped)),
             "back": self._back,
+            "promote": self._promote,
+            "stopped": lambda *names: self.world.stopped(*names),
+            "drain": lambda name, *now: self.world.submit(Drain(NodeId(name), "now" in now)),
+            "undrain": lambda name: self.world.submit(Undrain(NodeId(name))),
+            "stop": lambda: self.world.submit(StopRun()),
             "restart-coordinator": lambda: self.world.restart_coordinator(),
             "advance": lambda seconds: self.world.advance(float(seconds.removesuffix("s"))),
         }
@@ -107,6 +115,10 @@ class Teller:
         local_rank, _, cycle = rest.partition("@")
         one = ended(int(local_rank), int(how)) if how.isdigit() else ended(int(local_rank), signal=how)
         self.world.report(name, [one], CycleNumber(int(cycle)) if cycle else None)
+
+    def _promote(self, name: str, *words: str) -> None:
+        replace = NodeId(words[words.index("for") + 1]) if "for" in words else None
+        self.world.submit(Promote(NodeId(name), replace, "now" in words))
 
     def _back(self, *names: str) -> None:
         for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -239,6 +240,83 @@ def test_check(cluster: Cluster) -> None:
     odd.ended()
     refused(odd, "SLURM_PROCID", "'first'")
     assert json.loads("\n".join(cluster.view("status", "--output", "json").out) or "null") is None
+
+
+@pytest.mark.rule("A1")
+def test_a_task_per_gpu_is_refused_before_it_joins(cluster: Cluster) -> None:
+    """C031, C033: within 2 s, with the value; the coordinator never hears of it, and a run goes on."""
+    cluster.serve()
+    cluster.join("n0", "--nnodes", "1:2")
+    worker = cluster.worker("n0")
+    refusals = []
+    for value in ("8", "8(x4)", "2(x3),1", "1(x3),2"):
+        env = {"SLURM_JOB_ID": "5", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": value}
+        began = time.monotonic()
+        program = cluster.join("n1", "--nnodes", "1:2", env=env)
+        program.ended()
+        refusals.append((program, value, time.monotonic() - began))
+    checked = cluster.start(
+        "checked", [*NODE, "check", "--coordinator", cluster.address], {**env, "SLURM_LOCALID": "1"}
+    )
+    checked.ended()
+    refused(checked, "SLURM_STEP_TASKS_PER_NODE=1(x3),2", "--ntasks-per-node=1")
+    for program, value, took_s in refusals:
+        refused(program, f"SLURM_STEP_TASKS_PER_NODE={value}", "srun --ntasks=<nodes> --ntasks-per-node=1")
+        assert took_s < 2
+    worker.tell("exit", code=0)
+    cluster.wait_for("RunClosed")
+    assert {fact.node for fact in cluster.find("NodeJoined")} == {"n0"}
+
+
+@pytest.mark.rule("A2")
+def test_another_environment_is_refused_and_the_others_go_on(cluster: Cluster) -> None:
+    """Command, a variable and one asked for; what is a node's own may differ, and no secret is told to anybody."""
+    cluster.serve()
+
+    def join(name: str, *options: str, lr: str = "1", **env: str) -> Program:
+        own = {"SLURM_JOB_ID": f"70{name[1:]}", "SLURM_PROCID": name[1:], "NCCL_DEBUG_FILE": f"/x/70{name[1:]}/{name}"}
+        command = worker_script("obey", "--lr", lr, "--out", f"/ckpt/{name}", "--token", "S3CRET")
+        flags = ("--nnodes", "2:4", "--same-env", "HF_HOME", *options)
+        return cluster.join(name, *flags, command=command, env={"HF_HOME": "/hf", **own, **env})
+
+    join("n0").said("joined run")
+    odd = join("n1", lr="2", NCCL_DEBUG="INFO", HF_HOME="/other")
+    assert odd.ended() == 3
+    for part in ("--lr 1", "--lr 2", "NCCL_DEBUG: run has (unset), this node gives INFO", "HF_HOME: run has /hf"):
+        assert part in odd.err[-1]
+    join("n2")
+    assert [one.node for one in cluster.workers(0, 2)] == ["n0", "n2"]
+    join("n3", "--no-env-check", lr="3", NCCL_DEBUG="WARN").said("joined run")
+    told = cluster.view("events", "--output", "json").out
+    assert "NodeJoined" in "\n".join(told)
+    assert "S3CRET" not in "\n".join([*told, *odd.err])
+
+
+@pytest.mark.rule("A6")
+def test_a_world_that_does_not_divide_is_refused(cluster: Cluster) -> None:
+    """From Megatron's own flags; an option of ours wins over them."""
+    join = ["join", *NOWHERE, "--nnodes", "2", "--nproc-per-node", "8"]
+    command = ["--", "true", "--tensor-model-parallel-size", "4", "--pipeline_model_parallel_size=6"]
+    by_flags, by_option = run_all(cluster, [[*join, *command], [*join, "--tensor-parallel", "2", *command]])
+    for program, tensor in ((by_flags, 4), (by_option, 2)):
+        product = f"{tensor * 6} = tensor {tensor} x pipeline 6 x context 1"
+        refused(program, f"world size 16 = 2 nodes x 8 workers is not a multiple of {product}")
+
+
+@pytest.mark.rule("A1", "B6", "B7")
+def test_check_says_what_the_node_would_tell(cluster: Cluster) -> None:
+    """Group, domain, sizes and the names of what is compared."""
+    env = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "3", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}
+    env |= {"NVRX_DOMAIN_ID": "D1", "NVRX_SAME_ENV": "ONE TWO", "ONE": "1", "NVRX_SEGMENT_SIZE": "2"}
+    check = [*NODE, "check", *NOWHERE, "--nnodes", "2", "--log-dir", str(cluster.logs)]
+    program = cluster.start("check", [*check, "--context-parallel", "2"], env)
+    assert program.ended() == 4
+    said = "\n".join(program.out)
+    for part in ("group     3 of array 36, 2 nodes", "domain    D1", "parallel  context_parallel=2", "ONE, command"):
+        assert part in said
+    unknown = cluster.start("unknown", check, env | {"NVRX_DOMAIN_ID": ""})
+    unknown.ended()
+    refused(unknown, "--segment-size", "NVRX_DOMAIN_ID")
 
 
 @pytest.mark.rule("J5", "J6")

@@ -19,7 +19,10 @@ from nvrx.core.facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodesDrained,
+    NodesPromoted,
     NodeStopped,
+    NodesUndrained,
     Placed,
     RunClosed,
     RunOpened,
@@ -43,6 +46,7 @@ from nvrx.core.ids import (
     NodeId,
     RunId,
 )
+from nvrx.core.parallel import ParallelSizes
 from nvrx.core.shape import Settings, Shape
 from nvrx.core.topology import OrderSource
 
@@ -62,6 +66,7 @@ _NODE = NodeInfo(
     devices=_DEVICES,
     restart_count=2,
     last_cycle=CycleNumber(0),
+    group_array_job_id="7001",
 )
 _PLACED = Placed(
     NodeId("n0"), Incarnation("life"), "10.0.0.1", InfraRank(0), "0", GroupId("g0"), DomainId("d0"), _DEVICES
@@ -70,7 +75,7 @@ _BARE = Placed(NodeId("n1"), Incarnation("life"), "10.0.0.2", InfraRank(1), "n1"
 _FAILURE = Failure(
     Cause.WORKER_FAILED, NodeId("n0"), GroupRank(0), LocalRank(0), -9, "SIGKILL", 'say "ü"\n', "tail\x00\x1b[0m", 4.5
 )
-_SHAPE = Shape(2, 3, 8, "/ckpt/é", {"NCCL_DEBUG": "INFO", "": ""})
+_SHAPE = Shape(2, 3, 8, "/ckpt/é", {"NCCL_DEBUG": "INFO", "": ""}, parallel=ParallelSizes(2, micro_batch_size=4))
 
 EXAMPLES: list[Fact] = [
     RunOpened(0.0, RunId("r"), _SHAPE, Settings(0, 0, 1.5, 0.0), time=1.7e9),
@@ -106,6 +111,9 @@ EXAMPLES: list[Fact] = [
     CycleEnded(5.0, CycleNumber(0), _FAILURE),
     CycleEnded(5.0, CycleNumber(0), Failure(Cause.SUCCEEDED)),
     CauseRevised(6.0, CycleNumber(0), Failure(Cause.NODE_LOST, NodeId("n0"), GroupRank(0), at=5.5)),
+    NodesPromoted(6.5, (NodeId("n2"), NodeId("n3")), (NodeId("n0"),)),
+    NodesDrained(6.5, (NodeId("n1"),)),
+    NodesUndrained(6.5, (NodeId("n1"),)),
     RunClosed(7.0, RunState.FAILED, "max_restarts 3 is used up", 1),
     RunClosed(7.0, RunState.SUCCEEDED, "", 0),
 ]

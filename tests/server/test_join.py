@@ -8,8 +8,14 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from nvrx.core.ids import RunId
+from nvrx.core.commands import Join
+from nvrx.core.facts import NodeInfo
+from nvrx.core.ids import ArrayRank, DomainId, GroupId, Incarnation, NodeId, RunId
+from nvrx.core.parallel import ParallelSizes
+from nvrx.core.shape import SettingsWish, Shape
+from nvrx.core.topology import OrderSource
 from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2
+from nvrx.wire.membership import join_command, join_request
 
 from .coordination import QUICK, RUN, WAIT_S, HandAgent, Served, exited, refused, serving, world
 
@@ -86,7 +92,7 @@ async def test_another_shape_is_refused_with_every_differing_field(served: Serve
 @pytest.mark.parametrize("text", ["x" * 300, "é" * 300, "\n\x1b[31m" * 100], ids=["long", "unicode", "control"])
 async def test_a_refusal_with_many_long_values_still_reaches_a_default_client(served: Served, text: str) -> None:
     await HandAgent(served, "n0").join(fingerprint={f"NCCL_{one}": text for one in range(100)})
-    request = HandAgent(served, "n1", workers=8).join_request()
+    request = HandAgent(served, "n1", workers=8).join_request(fingerprint={"NCCL_0": "other"})
     async with grpc.aio.insecure_channel(str(served.address)) as plain:
         call = plain.unary_unary(
             "/nvrx.v1.JoinService/Join",
@@ -246,3 +252,38 @@ async def test_leaving_names_what_is_unknown(served: Served) -> None:
     await HandAgent(served, "n0").join()
     await refused(unknown.leave(), NOT_FOUND, "UNKNOWN_NODE")
     await refused(HandAgent(served, "n0", incarnation="late").leave(), PRECONDITION, "STALE_INCARNATION")
+
+
+@pytest.mark.rule("A2", "A6", "A8", "B6")
+@pytest.mark.parametrize(
+    "parallel", [ParallelSizes(), ParallelSizes(2, 3, 4, 5, 6, 7), ParallelSizes(micro_batch_size=1)], ids=str
+)
+def test_a_join_is_read_as_it_was_sent(parallel: ParallelSizes) -> None:
+    """What is as good as not given is not sent, so that an older coordinator and an older agent say the same."""
+    info = NodeInfo(
+        NodeId("n0"),
+        Incarnation("x"),
+        "10.0.0.1",
+        1,
+        order_sources={OrderSource.NODE_ID: "n0"},
+        array_rank=ArrayRank(0),
+        replacement_group_id=GroupId("3"),
+        domain_id=DomainId("D1"),
+        group_array_job_id="36",
+    )
+    command = Join(
+        info, Shape(2, 3, 8, "/c", {"command": "python {node:n0}"}, parallel=parallel), SettingsWish(max_restarts=0)
+    )
+    request = join_request(RunId("r"), command)
+    assert join_command(join_pb2.JoinRequest.FromString(request.SerializeToString())) == command
+    assert request.shape.HasField("parallel_sizes") == (parallel != ParallelSizes())
+
+
+@pytest.mark.rule("A6")
+async def test_an_illegal_world_is_refused_with_the_arithmetic(served: Served) -> None:
+    request = HandAgent(served, "n0", nnodes=(2, 2), workers=8).join_request()
+    request.shape.parallel_sizes.tensor_parallel = 3
+    with pytest.raises(grpc.aio.AioRpcError, match="16 = 2 nodes x 8 workers is not a multiple of 3 = tensor 3"):
+        await served.joins.Join(request)
+    await refused(served.joins.Join(request), INVALID, "ILLEGAL_WORLD")
+    assert not served.engine.runs

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
-from nvrx.v1 import common_pb2, promote_pb2, rank_map_pb2, run_pb2
+from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 from nvrx.wire.text import to_json
 
 from .coordination import RUN, SUCCEEDED, WAIT, WAIT_S, HandAgent, Served, exited, refused, serving
@@ -309,10 +309,6 @@ async def test_unknown_runs_are_refused_by_name() -> None:
 async def test_what_this_version_has_not_is_unimplemented() -> None:
     async with serving() as served:
         later = [
-            served.promotes.Promote(promote_pb2.PromoteRequest()),
-            served.promotes.Drain(promote_pb2.DrainRequest()),
-            served.promotes.Undrain(promote_pb2.UndrainRequest()),
-            served.promotes.StopRun(promote_pb2.StopRunRequest()),
             served.maps.WatchRankMap(rank_map_pb2.WatchRankMapRequest()).read(),
         ]
         for call in later:

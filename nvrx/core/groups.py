@@ -1,0 +1,103 @@
+"""Replacement groups among the members of a run (rules A5, B6): who belongs together, who is one too many.
+
+Reads a Run and decides nothing; Join asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .facts import NodeInfo
+from .refused import Reason, Refused
+from .run import Member, Run
+
+
+def sisters(run: Run, node: NodeInfo) -> list[Member]:
+    """The other live members of a node's group, in order of their ids; none where there are no groups."""
+    if node.replacement_group_id is None or run.shape.replacement_group_size == 1:
+        return []
+    found = (
+        one
+        for one in run.live_members()
+        if one.info.replacement_group_id == node.replacement_group_id and one.info.node_id != node.node_id
+    )
+    return sorted(found, key=lambda one: one.info.node_id)
+
+
+def replaced_by(run: Run, newcomer: NodeInfo) -> list[Member]:
+    """B6: the members of a unit that Slurm started again, of which the newcomer is the first or a later part."""
+    return [one for one in sisters(run, newcomer) if _is_older(one.info, newcomer)]
+
+
+def _is_older(one: NodeInfo, newcomer: NodeInfo) -> bool:
+    return one.group_array_job_id == newcomer.group_array_job_id and one.restart_count < newcomer.restart_count
+
+
+def require_own_group(run: Run, newcomer: NodeInfo) -> None:
+    """B6: a unit is of one array, and has no more members than the size of a group. Raises Refused."""
+    others = [one for one in sisters(run, newcomer) if not _is_older(one.info, newcomer)]
+    group, size = newcomer.replacement_group_id, run.shape.replacement_group_size
+    for one in others:
+        if one.info.group_array_job_id != newcomer.group_array_job_id:
+            raise _conflict(
+                newcomer,
+                one,
+                f"replacement group {group} is {_array(one.info)} with node {one.info.node_id}; node "
+                f"{newcomer.node_id} is {_array(newcomer)}; give one array per run, or each unit a name of its own "
+                "(NVRX_REPLACEMENT_GROUP_ID)",
+            )
+        if one.info.restart_count > newcomer.restart_count:
+            raise _conflict(
+                newcomer,
+                one,
+                f"replacement group {group} was started again (restart {one.info.restart_count} on node "
+                f"{one.info.node_id}); node {newcomer.node_id} is of restart {newcomer.restart_count}",
+            )
+    if len(others) >= size:
+        names = ", ".join(one.info.node_id for one in others)
+        raise _conflict(
+            newcomer,
+            others[0],
+            f"replacement group {group} has its {size} nodes ({names}); {newcomer.node_id} would be one more; "
+            "correct --replacement-group-size or the group's id",
+        )
+
+
+def _array(node: NodeInfo) -> str:
+    return f"of array job {node.group_array_job_id}" if node.group_array_job_id else "given by name"
+
+
+def _conflict(newcomer: NodeInfo, other: Member, message: str) -> Refused:
+    return Refused(
+        Reason.GROUP_CONFLICT,
+        message,
+        {
+            "node_id": newcomer.node_id,
+            "other_node_id": other.info.node_id,
+            "replacement_group_id": str(newcomer.replacement_group_id),
+        },
+    )
+
+
+def counted(run: Run) -> Iterator[Member]:
+    """A5: the live members that count against MAX: those of whole groups, and of groups that are still filling.
+
+    What is left of a broken unit, and who has no group where there are groups, never keeps its replacement out.
+    """
+    if run.shape.replacement_group_size == 1:
+        yield from run.live_members()
+        return
+    size_of: dict[str, int] = {}
+    broken: set[str] = set()
+    for member in run.members.values():
+        group = member.info.replacement_group_id
+        if group is None:
+            continue
+        if member.is_live:
+            size_of[group] = size_of.get(group, 0) + 1
+        else:
+            broken.add(group)
+    for member in run.live_members():
+        group = member.info.replacement_group_id
+        if group is not None and (group not in broken or size_of[group] >= run.shape.replacement_group_size):
+            yield member
