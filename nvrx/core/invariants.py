@@ -33,7 +33,7 @@ from .facts import (
 )
 from .groups import counted
 from .ids import CycleNumber, Incarnation, NodeId
-from .run import Cycle, CycleState, Membership, Run, evolve
+from .run import Cycle, CycleState, Membership, Run, evolve, trainable
 from .shape import RankPolicy
 from .topology import OrderSource, order_key
 
@@ -136,8 +136,9 @@ def _check_members(run: Run) -> None:
     live = [one.info for one in run.live_members()]
     count = sum(1 for _ in counted(run))
     require(count <= run.shape.max_nodes, "A5", f"{count} members count, at most {run.shape.max_nodes} are allowed")
-    short = len(live) < run.shape.min_nodes
-    require(short == (run.short_since is not None), "D9", f"{len(live)} members, yet short since {run.short_since}")
+    enough = trainable(run.members.values(), run.shape)
+    short = enough < run.shape.min_nodes
+    require(short == (run.short_since is not None), "D9", f"{enough} can train, yet short since {run.short_since}")
     source = run.order_source
     if source is not None and source is not OrderSource.NODE_ID:
         texts = [(one.order_sources.get(source), one.node_id) for one in live]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -149,7 +150,7 @@ class Run:
     stopping: Mapping[NodeId, float] = field(default_factory=dict)
     """Nodes that left while their workers were being stopped, and until when they are waited for."""
     short_since: float | None = 0.0
-    """Since when there have been fewer than MIN members; None while there are enough."""
+    """Since when members have been too few for a world; None while there are enough."""
     life_began_with: CycleNumber = CycleNumber(0)
     """First cycle of this life of the run: budgets count from here."""
     restart_count: int = 0
@@ -229,9 +230,21 @@ def _higher(one: CycleNumber | None, other: CycleNumber | None) -> CycleNumber |
     return max(known) if known else None
 
 
+def trainable(members: Iterable[Member], shape: Shape) -> int:
+    """How many members could train together at most: those of whole groups, in whole segments of each domain."""
+    live = [one.info for one in members if one.is_live]
+    if shape.replacement_group_size > 1:
+        sizes = Counter(one.replacement_group_id for one in live if one.replacement_group_id is not None)
+        whole = {group for group, size in sizes.items() if size >= shape.replacement_group_size}
+        live = [one for one in live if one.replacement_group_id in whole]
+    if shape.segment_size is None:
+        return len(live)
+    domains = Counter(one.domain_id for one in live if one.domain_id is not None)
+    return sum(size - size % shape.segment_size for size in domains.values())
+
+
 def _with_members(run: Run, members: Mapping[NodeId, Member], at: float) -> Run:
-    live = sum(1 for one in members.values() if one.is_live)
-    if live >= run.shape.min_nodes:
+    if trainable(members.values(), run.shape) >= run.shape.min_nodes:
         short_since = None
     else:
         short_since = at if run.short_since is None else run.short_since

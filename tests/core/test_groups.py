@@ -168,3 +168,36 @@ def test_group_sizes_belong_to_the_shape() -> None:
         world.submit(dataclasses.replace(other, shape=dataclasses.replace(other.shape, replacement_group_size=1)))
     assert seen.value.reason is Reason.SHAPE_MISMATCH
     assert seen.value.details["replacement_group_size.run"] == "2"
+
+
+@pytest.mark.rule("D9")
+def test_enough_nodes_in_broken_units_are_too_few() -> None:
+    """Nobody waits for ever because the leftovers of two units are as many as a whole one."""
+    world = grouped("n0", "n1", "n2", "n3", nnodes=(2, 4))
+    world.start()
+    world.kill("n1", "n3")
+    world.advance(5)
+    world.stopped("n0")
+    assert not world.is_training
+    assert world.run.short_since is not None
+    world.advance(590)
+    assert world.run.is_open
+    world.advance(20)
+    assert not world.run.is_open
+    assert "group g0 has 1 of 2 (n1 lost)" in world.run.close_reason
+    assert "join_timeout" in world.run.close_reason
+
+
+@pytest.mark.rule("D9")
+def test_a_unit_that_is_whole_again_ends_the_wait() -> None:
+    world = grouped("n0", "n1", nnodes=(2, 4))
+    world.advance(2)
+    world.start()
+    world.kill("n1")
+    world.advance(300)
+    world.rejoin("n1")
+    assert world.active() == ["n0", "n1"]
+    world.start()
+    world.kill("n1")
+    world.advance(400)
+    assert world.run.is_open, "each wait has its own time"
