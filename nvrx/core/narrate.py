@@ -56,10 +56,11 @@ def subject_of(fact: Fact) -> Subject:
     return Subject(cycle, node_id)
 
 
-def list_names(names: list[str]) -> str:
-    """Names in a sentence: the first MAX_NAMED, and how many more there are."""
+def list_names(names: list[str], count: int | None = None) -> str:
+    """Names in a sentence: the first MAX_NAMED, and how many more there are; of `count`, where not all are given."""
+    more = (len(names) if count is None else count) - MAX_NAMED
     shown = ", ".join(names[:MAX_NAMED])
-    return f"{shown} and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else shown
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _exit(one: WorkerExit) -> str:

@@ -9,6 +9,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from .ids import ArrayRank, NodeId
@@ -85,6 +86,7 @@ class OrderKey:
     second: NaturalKey
 
 
+@lru_cache(maxsize=1 << 16)  # each join compares its key with those of all members
 def order_key(source: OrderSource, text: str | None, node_id: NodeId) -> OrderKey:
     """The key of a node whose value in the run's source is `text`; None where the node has no such value."""
     if text is None:

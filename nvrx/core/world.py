@@ -21,7 +21,7 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
-from .narrate import describe_failure, list_names
+from .narrate import MAX_NAMED, describe_failure, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Member, Run
@@ -82,7 +82,11 @@ def place_world(run: Run, presence: Presence, now: float) -> Placement | Shortag
 
 def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shortage:
     """The world that would be chosen now, just as operators wish it."""
-    return _place(run, presence, _fresh(run, presence, now), absent(run, presence, now))
+    fresh = _fresh(run, presence, now)
+    # While thousands join, who is missing is said by their number alone.
+    is_plain = run.shape.replacement_group_size == 1 and run.shape.segment_size is None
+    gone = () if is_plain and len(fresh) < run.shape.min_nodes else absent(run, presence, now)
+    return _place(run, presence, fresh, gone)
 
 
 def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequence[Absent] = ()) -> Placement | Shortage:
@@ -213,8 +217,9 @@ def _key(member: Member, source: OrderSource) -> OrderKey:
 def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
     """D9: wait for nodes, and in the end fail with the count and the names."""
     there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
-    names = [_name_with_order(run, one) for one in there]
-    joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{list_names(names)}"
+    source = run.order_source or settle_source([one.info.order_sources for one in there])
+    names = [_name_with_order(one, source) for one in there[:MAX_NAMED]]
+    joined = f"{len(there)} of {run.shape.min_nodes} joined{': ' if names else ''}{list_names(names, len(there))}"
     gone = list_names([f"{one.info.node_id} ({one.gone_reason})" for one in _recently_gone(run)])
     reason = f"{joined}; gone: {gone}" if gone else joined
     if len(there) >= run.shape.min_nodes:
@@ -230,8 +235,7 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
     return RunClosed(now, RunState.FAILED, f"{reason}; {waited}", 1)
 
 
-def _name_with_order(run: Run, member: Member) -> str:
-    source = run.order_source or settle_source([one.info.order_sources for one in run.live_members()])
+def _name_with_order(member: Member, source: OrderSource) -> str:
     text = member.info.order_sources.get(source)
     return f"{member.info.node_id}({text})" if source in NUMERIC and text else str(member.info.node_id)
 
