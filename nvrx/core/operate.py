@@ -17,7 +17,7 @@ from .placement import Placement, Shortage
 from .presence import Presence
 from .refused import Reason, Refused
 from .run import Cycle, Member, Run, evolve
-from .world import wished_world
+from .world import place_world, wished_world
 
 EXIT_STOPPED = 1
 """Exit code of agents whose run an operator stopped: it has not succeeded."""
@@ -54,7 +54,8 @@ def preview(run: Run, presence: Presence, command: Promote | Drain, now: float) 
 def _change(run: Run, presence: Presence, command: Promote | Drain, now: float) -> Preview:
     facts: list[Fact] = [_promoted(run, command, now) if isinstance(command, Promote) else _drained(run, command, now)]
     after = reduce(evolve, facts, run)
-    found = wished_world(after, presence, now)
+    # What is promoted now must come true; a drain goes before promotions of earlier.
+    found = (wished_world if isinstance(command, Promote) else place_world)(after, presence, now)
     if isinstance(found, Shortage):
         raise Refused(
             Reason.ILLEGAL_WORLD,

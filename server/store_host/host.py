@@ -151,6 +151,9 @@ class StoreHost:
         if (in_use, run.is_open, ready) == (followed.in_use, followed.is_open, followed.ready) and followed.told.ports:
             return
         followed.in_use, followed.is_open, followed.ready = in_use, run.is_open, ready
+        if not in_use <= self._open | followed.told.lost:
+            # A store died while its cycle was being written down: the workers may fail before another process is there.
+            self._tell(run.run_id, followed)
         self._changed.set()
 
     async def connect(self) -> StoreClient:

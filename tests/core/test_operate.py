@@ -201,6 +201,42 @@ def test_a_wish_that_cannot_be_met_any_more_stops_no_training() -> None:
 
 
 @pytest.mark.rule("F1")
+def test_a_wish_for_a_node_that_is_gone_stops_no_other_change() -> None:
+    world = trained(2, 5)
+    world.submit(Promote(n("n4")))
+    world.kill("n4")
+    world.advance(4)
+    assert foreseen(world, Promote(n("n3"))) == ["n0", "n3"]
+    assert foreseen(world, Drain(n("n0"))) == ["n1", "n2"]
+    world.submit(Drain(n("n0")))
+    world.rejoin("n4")
+    world.exit("n1", 0, 1)
+    world.stopped("n0")
+    assert world.active() == ["n1", "n4"], "it was back in time"
+
+
+@pytest.mark.rule("F1", "C2")
+def test_a_wish_for_a_group_with_a_hole_stops_no_other_change() -> None:
+    world = grouped("n0", "n1", "n2", "n3", "n4", "n5", nnodes=(2, 6))
+    world.start()
+    world.submit(Promote(n("n5")))
+    world.kill("n4")
+    world.advance(4)
+    assert foreseen(world, Promote(n("n3"))) == ["n2", "n3"]
+    assert foreseen(world, Drain(n("n0"))) == ["n2", "n3"]
+
+
+@pytest.mark.rule("F1")
+def test_a_drain_goes_before_a_promotion_of_earlier() -> None:
+    world = trained(2, 3)
+    world.submit(Promote(n("n2"), replace=n("n0")))
+    world.submit(Drain(n("n1")))
+    world.exit("n0", 0, 1)
+    world.stopped("n1")
+    assert world.active() == ["n0", "n2"]
+
+
+@pytest.mark.rule("F1")
 def test_a_stopped_run() -> None:
     world = trained(2, 3)
     world.submit(StopRun())
