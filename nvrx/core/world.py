@@ -94,7 +94,7 @@ def _place(run: Run, candidates: list[Member]) -> Placement | Shortage:
         ],
         run.shape,
         _previous(run),
-        Wanted(include=_promoted(run), exclude=run.drained | run.replaced),
+        Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
         _absent(run, {one.info.node_id for one in candidates}),
     )
 

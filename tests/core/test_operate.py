@@ -57,6 +57,8 @@ def test_a_promotion_may_name_whom_it_replaces() -> None:
     world = trained(2, 4)
     command = Promote(n("n3"), replace=n("n0"), immediate=True)
     assert foreseen(world, command) == ["n1", "n3"]
+    left_out = preview(world.run, world.presence, command, world.now).placement.left_out
+    assert ("n0", "replaced by an operator") in [(one.node_id, one.reason) for one in left_out]
     world.submit(command)
     failure = world.run.cycles[0].failure
     assert failure is not None
