@@ -30,7 +30,9 @@ class Played(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         self.ends = asyncio.Event()
         self.told: list[int] = []
 
-    async def Heartbeat(self, _: object, context: Context) -> None:
+    async def Heartbeat(  # type: ignore[override]  # writes to the context, as the real one does
+        self, request_iterator: object, context: Context
+    ) -> None:
         self.streams += 1
         self.opened.set()
         is_first = self.streams == 1
