@@ -96,6 +96,7 @@ class Conversation:
         self._heard_at = time.monotonic()
         self._lost_at: float | None = None
         self._is_new_stream = True
+        self._stream = 0
         self._reports_kept = asyncio.Event()
         self._reports_kept.set()
 
@@ -148,8 +149,9 @@ class Conversation:
         for one in self._reports:
             one.sequence = None
         self._is_new_stream = True
+        self._stream += 1
         self._changed.set()
-        call = self._coordinator.heartbeats.Heartbeat(self._say(), metadata=self._coordinator.metadata)
+        call = self._coordinator.heartbeats.Heartbeat(self._say(self._stream), metadata=self._coordinator.metadata)
         try:
             while True:
                 silence_s = max(SILENCE_LEAST_S, SILENCE_INTERVALS * self._interval_s)
@@ -163,6 +165,7 @@ class Conversation:
         except grpc.aio.AioRpcError as error:
             return self._explain(error)
         finally:
+            self._stream += 1
             call.cancel()
 
     async def _why_ended(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> str:
@@ -183,11 +186,14 @@ class Conversation:
             raise ExpelledByCoordinator(refused.message)
         return refused.message
 
-    async def _say(self) -> AsyncIterator[heartbeat_pb2.HeartbeatRequest]:
+    async def _say(self, stream: int) -> AsyncIterator[heartbeat_pb2.HeartbeatRequest]:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()
+            if stream != self._stream:
+                # gRPC asks on for a stream that the coordinator has ended: what is said there nobody hears.
+                return
             self._changed.clear()
             yield self._request()
 

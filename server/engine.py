@@ -422,7 +422,7 @@ class Engine:
         """Keep the one sentence that says why nothing runs; log it when it changes."""
         run = hosted.run
         waiting = ""
-        if hosted.presence.is_recovering(self.now(hosted)):
+        if run.is_open and hosted.presence.is_recovering(self.now(hosted)):
             waiting = describe_recovery(hosted.presence)
         elif run.is_open and (run.cycle is None or not run.cycle.is_live):
             found = next_world(run, hosted.presence, self.now(hosted))

@@ -82,10 +82,11 @@ def _conflict(newcomer: NodeInfo, other: Member, message: str) -> Refused:
 def counted(run: Run) -> Iterator[Member]:
     """A5: the live members that count against MAX: those of whole groups, and of groups that are still filling.
 
-    What is left of a broken unit, and who has no group where there are groups, never keeps its replacement out.
+    Who cannot be chosen never keeps a replacement out: what is left of a broken unit, who has no group where there are
+    groups, and who was drained.
     """
     if run.shape.replacement_group_size == 1:
-        yield from run.live_members()
+        yield from (one for one in run.live_members() if one.info.node_id not in run.drained)
         return
     size_of: dict[str, int] = {}
     broken: set[str] = set()
@@ -99,5 +100,7 @@ def counted(run: Run) -> Iterator[Member]:
             broken.add(group)
     for member in run.live_members():
         group = member.info.replacement_group_id
-        if group is not None and (group not in broken or size_of[group] >= run.shape.replacement_group_size):
+        if member.info.node_id in run.drained or group is None:
+            continue
+        if group not in broken or size_of[group] >= run.shape.replacement_group_size:
             yield member

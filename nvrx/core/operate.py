@@ -12,12 +12,13 @@ from typing import TypeAlias
 
 from .commands import Drain, Promote, StopRun, Undrain
 from .facts import Cause, CycleEnded, Fact, Failure, NodesDrained, NodesPromoted, NodesUndrained, RunClosed, RunState
+from .groups import counted
 from .ids import NodeId
 from .placement import Placement, Shortage
 from .presence import Presence
 from .refused import Reason, Refused
 from .run import Cycle, Member, Run, evolve
-from .world import wished_world
+from .world import place_world, wished_world
 
 EXIT_STOPPED = 1
 """Exit code of agents whose run an operator stopped: it has not succeeded."""
@@ -31,9 +32,25 @@ def decide_operation(run: Run, presence: Presence, command: Operation, now: floa
     if isinstance(command, StopRun):
         return list(_stop(run, now))
     if isinstance(command, Undrain):
-        drained = _group_of(run, _require_member(run, command.node_id)) & run.drained
-        return [NodesUndrained(now, tuple(sorted(drained)))] if drained else []
+        return _undrain(run, command, now)
     return _change(run, presence, command, now).facts
+
+
+def _undrain(run: Run, command: Undrain, now: float) -> list[Fact]:
+    drained = _group_of(run, _require_member(run, command.node_id)) & run.drained
+    if not drained:
+        return []
+    fact = NodesUndrained(now, tuple(sorted(drained)))
+    count = sum(1 for _ in counted(evolve(run, fact)))
+    if count > run.shape.max_nodes:
+        raise Refused(
+            Reason.RUN_FULL,
+            f"with node {command.node_id} run {run.run_id} would have {count} nodes, and it allows "
+            f"{run.shape.max_nodes}; end the agent of a standby first",
+            {"run_id": run.run_id, "nodes": str(count), "max_nodes": str(run.shape.max_nodes)},
+            by_state=True,
+        )
+    return [fact]
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,8 @@ def preview(run: Run, presence: Presence, command: Promote | Drain, now: float) 
 def _change(run: Run, presence: Presence, command: Promote | Drain, now: float) -> Preview:
     facts: list[Fact] = [_promoted(run, command, now) if isinstance(command, Promote) else _drained(run, command, now)]
     after = reduce(evolve, facts, run)
-    found = wished_world(after, presence, now)
+    # What is promoted now must come true; a drain goes before promotions of earlier.
+    found = (wished_world if isinstance(command, Promote) else place_world)(after, presence, now)
     if isinstance(found, Shortage):
         raise Refused(
             Reason.ILLEGAL_WORLD,

@@ -104,9 +104,20 @@ def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequenc
         ],
         run.shape,
         _previous(run),
-        Wanted(include=run.promoted, exclude=run.drained | run.replaced),
+        Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
         gone,
     )
+
+
+def _promoted(run: Run) -> frozenset[NodeId]:
+    """Nodes promoted by hand, without those that are gone, which no world can have, and their groups."""
+    gone = {one for one in run.promoted if run.live(one) is None}
+    if not gone:
+        return run.promoted
+    groups: set[str] = set()
+    if run.shape.replacement_group_size > 1:
+        groups = {group for one in gone if (group := run.members[one].info.replacement_group_id) is not None}
+    return frozenset(one for one in run.promoted - gone if run.members[one].info.replacement_group_id not in groups)
 
 
 def absent(run: Run, presence: Presence, now: float) -> list[Absent]:

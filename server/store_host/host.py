@@ -151,6 +151,9 @@ class StoreHost:
         if (in_use, run.is_open, ready) == (followed.in_use, followed.is_open, followed.ready) and followed.told.ports:
             return
         followed.in_use, followed.is_open, followed.ready = in_use, run.is_open, ready
+        if not in_use <= self._open | followed.told.lost:
+            # A store died while its cycle was being written down: the workers may fail before another process is there.
+            self._tell(run.run_id, followed)
         self._changed.set()
 
     async def connect(self) -> StoreClient:
@@ -178,13 +181,21 @@ class StoreHost:
             raise StoreNotStarted(
                 f"run-time directory {self._config.paths.directory}: {error.strerror}; set XDG_RUNTIME_DIR to another"
             ) from error
-        if not await self._take_over():
-            await self._launch(self._config.lasting_port)
+        before = read_record(self._config.paths)
+        if before is not None and await self._take_over(before):
+            return
+        port = self._config.lasting_port
+        if port == 0 and before is not None and before.host == self._config.host:
+            # It died while no coordinator was there: workers that run know the lasting store by its port.
+            try:
+                await self._launch(before.lasting_port)
+            except StoreNotStarted as error:
+                log.warning("the lasting store gets another port: %s", error)
+            else:
+                return
+        await self._launch(port)
 
-    async def _take_over(self) -> bool:
-        record = read_record(self._config.paths)
-        if record is None:
-            return False
+    async def _take_over(self, record: Record) -> bool:
         self._record = record
         try:
             await self._attach()
@@ -195,6 +206,13 @@ class StoreHost:
         if (record.kind, record.host, record.lasting_port) != (self._config.kind, self._config.host, wanted_port):
             log.info("the store process %d was started otherwise; it ends with its last client", record.pid)
             await self._end()
+            return False
+        ports = self._config.cycle_ports
+        low, high = (ports.low, ports.high) if ports is not None else (None, None)
+        try:
+            await self._ask({"do": "range", "low": low, "high": high})
+        except _ProcessGone:
+            self._control, self._record, self._open = None, None, set()
             return False
         log.info("took over the store process %d with %d open ports", record.pid, len(self._open))
         return True
@@ -394,8 +412,8 @@ class StoreHost:
         self._control, self._record, self._open = None, None, set()
 
     async def close(self) -> None:
-        """The coordinator ends: the process goes on while workers may need it, else it ends too."""
-        if any(run.in_use for run in self._runs.values()):
+        """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too."""
+        if any(run.in_use or run.is_open for run in self._runs.values()):
             if self._control is not None:
                 await self._control.close()
         else:

@@ -42,6 +42,12 @@ class Ports:
         self._family = family
         self._address = str(address[0])
 
+    def choose_from(self, cycle_ports: PortRange | None) -> None:
+        """From now on ports of cycles are of this range; None: any. Those that are open stay so."""
+        if cycle_ports != self._range:
+            self._range = cycle_ports
+            self._next = cycle_ports.low if cycle_ports is not None else 0
+
     def lasting(self, port: int) -> socket.socket:
         """A listening socket on this port; 0: on any. Raises NoPort."""
         try:
@@ -60,7 +66,8 @@ class Ports:
             self._next = port + 1 if port < self._range.high else self._range.low
             if port not in self._retired and (one := self._try(port)) is not None:
                 return one
-        for port in list(self._retired):  # the oldest first
+        low, high = self._range.low, self._range.high
+        for port in [one for one in self._retired if low <= one <= high]:  # the oldest first
             self._retired.pop(port).close()
             if (one := self._try(port)) is not None:
                 return one

@@ -178,6 +178,12 @@ class StoreProcess:
             case {"do": "close", "ports": list(ports)}:
                 await self._close(ports)
                 return self._state()
+            case {"do": "range", "low": int(low), "high": int(high)}:
+                self._ports.choose_from(PortRange(low, high))
+                return self._state()
+            case {"do": "range", "low": None, "high": None}:
+                self._ports.choose_from(None)
+                return self._state()
             case {"do": "end"}:
                 self._told_to_end = True
                 return self._state()

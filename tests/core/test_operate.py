@@ -57,6 +57,8 @@ def test_a_promotion_may_name_whom_it_replaces() -> None:
     world = trained(2, 4)
     command = Promote(n("n3"), replace=n("n0"), immediate=True)
     assert foreseen(world, command) == ["n1", "n3"]
+    left_out = preview(world.run, world.presence, command, world.now).placement.left_out
+    assert ("n0", "replaced by an operator") in [(one.node_id, one.reason) for one in left_out]
     world.submit(command)
     failure = world.run.cycles[0].failure
     assert failure is not None
@@ -201,6 +203,42 @@ def test_a_wish_that_cannot_be_met_any_more_stops_no_training() -> None:
 
 
 @pytest.mark.rule("F1")
+def test_a_wish_for_a_node_that_is_gone_stops_no_other_change() -> None:
+    world = trained(2, 5)
+    world.submit(Promote(n("n4")))
+    world.kill("n4")
+    world.advance(4)
+    assert foreseen(world, Promote(n("n3"))) == ["n0", "n3"]
+    assert foreseen(world, Drain(n("n0"))) == ["n1", "n2"]
+    world.submit(Drain(n("n0")))
+    world.rejoin("n4")
+    world.exit("n1", 0, 1)
+    world.stopped("n0")
+    assert world.active() == ["n1", "n4"], "it was back in time"
+
+
+@pytest.mark.rule("F1", "C2")
+def test_a_wish_for_a_group_with_a_hole_stops_no_other_change() -> None:
+    world = grouped("n0", "n1", "n2", "n3", "n4", "n5", nnodes=(2, 6))
+    world.start()
+    world.submit(Promote(n("n5")))
+    world.kill("n4")
+    world.advance(4)
+    assert foreseen(world, Promote(n("n3"))) == ["n2", "n3"]
+    assert foreseen(world, Drain(n("n0"))) == ["n2", "n3"]
+
+
+@pytest.mark.rule("F1")
+def test_a_drain_goes_before_a_promotion_of_earlier() -> None:
+    world = trained(2, 3)
+    world.submit(Promote(n("n2"), replace=n("n0")))
+    world.submit(Drain(n("n1")))
+    world.exit("n0", 0, 1)
+    world.stopped("n1")
+    assert world.active() == ["n0", "n2"]
+
+
+@pytest.mark.rule("F1")
 def test_a_stopped_run() -> None:
     world = trained(2, 3)
     world.submit(StopRun())
@@ -213,3 +251,15 @@ def test_a_stopped_run() -> None:
         assert (told.action, told.exit_code) == (Action.EXIT, 1)
     for command in (StopRun(), Drain(n("n0")), Undrain(n("n0")), Promote(n("n2"))):
         assert refused(world, command).reason is Reason.RUN_CLOSED
+
+
+@pytest.mark.rule("F1", "A5")
+def test_a_drained_node_keeps_no_spare_out() -> None:
+    world = trained(2, 3)
+    world.submit(Drain(n("n2")))
+    world.join("n3")
+    error = refused(world, Undrain(n("n2")))
+    assert error.reason is Reason.RUN_FULL
+    world.leave("n3", stopped=True)
+    world.submit(Undrain(n("n2")))
+    assert world.run.drained == set()

@@ -196,6 +196,36 @@ class _holding:
             one.close()
 
 
+@pytest.mark.rule("I2", "I6")
+def test_a_wider_range_of_ports_after_a_restart(cluster: Cluster) -> None:
+    """The store process lives on with its cycle; the next ones get their ports where the new coordinator says."""
+    first = _free_range(8)
+    coordinator = cluster.serve("--store-ports", f"{first}-{first + 1}")
+    cluster.join_all("a", "--nnodes", "1", "--max-restarts", "9", command=KEYS)
+    worker, process = cluster.worker("a"), store_pid(cluster)
+    coordinator.send(signal.SIGKILL)
+    coordinator.ended()
+    cluster.serve("--store-ports", f"{first + 2}-{first + 7}", listen=cluster.address)
+    assert ask(worker, "add", "n", 1) == 1
+    assert store_pid(cluster) == process
+    worker.tell("exit", code=1)
+    assert int(cluster.worker("a", 1).env["MASTER_PORT"]) in range(first + 2, first + 8)
+
+
+@pytest.mark.rule("I6")
+def test_the_lasting_store_keeps_its_port_when_it_dies_without_a_coordinator(cluster: Cluster) -> None:
+    coordinator = cluster.serve()
+    cluster.join_all("a", "--nnodes", "1", command=KEYS)
+    worker, process = cluster.worker("a"), store_pid(cluster)
+    coordinator.send(signal.SIGKILL)
+    coordinator.ended()
+    os.kill(process, signal.SIGKILL)
+    cluster.serve(listen=cluster.address)
+    assert store_pid(cluster) != process
+    worker.tell("exit", code=1)
+    assert cluster.worker("a", 1).env["NVRX_STORE_ENDPOINT"] == worker.env["NVRX_STORE_ENDPOINT"]
+
+
 @pytest.mark.rule("I6")
 def test_the_store_process_ends_with_a_coordinator_that_needs_it_no_more(cluster: Cluster) -> None:
     coordinator = cluster.serve()

@@ -351,6 +351,22 @@ def test_a_port_of_the_range_that_another_has_is_left_out(directory: Path) -> No
         assert store.control().open(3) == [low, low + 2]
 
 
+@pytest.mark.rule("I2", "I6")
+def test_a_coordinator_that_takes_over_may_name_another_range(directory: Path) -> None:
+    low = free_ports(6)
+    with store_program(directory, "--cycle-ports", str(low), str(low + 1)) as store:
+        control = store.control()
+        assert control.open(2) == [low, low + 1]
+        control.ask(do="close", ports=[low + 1])
+        assert control.ask(do="range", low=low + 2, high=low + 3)["ok"]
+        assert control.open(3) == [low + 2, low + 3]  # and not the one that was closed
+        StoreSocket("127.0.0.1", low).ping()
+        assert control.ask(do="range", low=low + 2, high=low + 5)["ok"]
+        assert control.open(3) == [low + 4, low + 5]
+        assert control.ask(do="range", low=None, high=None)["ok"]
+        assert len(control.open(2)) == 2
+
+
 @pytest.mark.rule("J4")
 def test_no_descriptor_is_left_behind(directory: Path) -> None:
     low = free_ports(3)

@@ -36,6 +36,12 @@ class Wanted:
 
     include: frozenset[NodeId] = frozenset()
     exclude: frozenset[NodeId] = frozenset()
+    replaced: frozenset[NodeId] = frozenset()
+    """Those of `exclude` that make room for promoted nodes; the others are drained."""
+
+    def why_not(self, node_id: NodeId) -> str:
+        """Why a node of `exclude` must not be in the world."""
+        return "replaced by an operator" if node_id in self.replaced else "drained"
 
 
 NO_WISHES = Wanted()

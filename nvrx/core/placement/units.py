@@ -91,7 +91,7 @@ def lay_out(
     for index, one in enumerate(nodes):
         position = Position(index)
         if one.node_id in wanted.exclude:
-            unusable[position] = "drained"
+            unusable[position] = wanted.why_not(one.node_id)
         else:
             usable.append(position)
     excluded = len(unusable)

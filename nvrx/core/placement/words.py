@@ -128,7 +128,7 @@ def at_most(field: Field, shape: Shape) -> int:
 
 def _missing(field: Field, shape: Shape, wanted: Wanted, absent: Sequence[Absent]) -> list[str]:
     here = [one for one in field.nodes if one.node_id not in wanted.exclude]
-    drained = [f"{one.node_id} drained" for one in field.nodes if one.node_id in wanted.exclude]
+    drained = [f"{one.node_id} {wanted.why_not(one.node_id)}" for one in field.nodes if one.node_id in wanted.exclude]
     gone = drained + [f"{one.node_id} {one.why}" for one in absent]
     parts: list[str] = []
     if shape.replacement_group_size > 1:
@@ -155,7 +155,7 @@ def _missing_groups(
     for one in field.nodes:
         if one.node_id in wanted.exclude and one.group is not None:
             counts.setdefault(one.group, 0)
-            missing.setdefault(one.group, []).append(f"{one.node_id} drained")
+            missing.setdefault(one.group, []).append(f"{one.node_id} {wanted.why_not(one.node_id)}")
     for gone in absent:
         if gone.group is not None:
             counts.setdefault(gone.group, 0)
