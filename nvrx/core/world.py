@@ -85,7 +85,8 @@ def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shorta
     fresh = _fresh(run, presence, now)
     # While thousands join, who is missing is said by their number alone.
     is_plain = run.shape.replacement_group_size == 1 and run.shape.segment_size is None
-    gone = () if is_plain and len(fresh) < run.shape.min_nodes else absent(run, presence, now)
+    is_far = run.shape.min_nodes - len(fresh) > MAX_NAMED
+    gone = () if is_plain and is_far else absent(run, presence, now)
     return _place(run, presence, fresh, gone)
 
 

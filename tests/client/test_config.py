@@ -60,7 +60,9 @@ def test_sizes_come_from_options_and_from_the_command(options: JoinOptions) -> N
 @pytest.mark.rule("A2")
 def test_the_fingerprint_has_command_versions_and_variables(options: JoinOptions) -> None:
     options = dataclasses.replace(options, nnodes=parse_nnodes("4"))
-    env = {**ARRAY, "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "PATH": "/bin"}
+    # Small ids would be marked where the path of this Python happens to hold them.
+    ids = {"SLURM_ARRAY_TASK_ID": "7777", "SLURM_PROCID": "8888"}
+    env = {**ARRAY, **ids, "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "PATH": "/bin"}
     found = resolved(options, env, fingerprint=Wishes(same_env=("HF_HOME",))).shape.fingerprint
     assert found == {
         "command": f"{sys.executable} -c pass",
