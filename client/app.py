@@ -20,7 +20,7 @@ from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
 from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
-from nvrx.core.ids import ArrayRank, CycleNumber, Incarnation, LocalRank, global_rank
+from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, global_rank
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Refused
@@ -190,7 +190,7 @@ class NodeAgent:
                 pid=os.getpid(),
                 version=self._version,
                 order_sources=config.order_sources,
-                array_rank=ArrayRank(config.array_rank) if config.array_rank is not None else None,
+                array_rank=config.array_rank,
                 replacement_group_id=group.group_id if group is not None else None,
                 domain_id=config.surroundings.domain_id,
                 stop_grace_s=config.options.stop_grace_s,

@@ -30,6 +30,7 @@ from nvrx.commandline import (
     HELP_SETTINGS,
     EndpointType,
     Failed,
+    NnodesType,
     Seconds,
     leave,
     open_standard_streams,
@@ -39,13 +40,14 @@ from nvrx.commandline import (
     token_in,
 )
 from nvrx.core.endpoint import HostPort
+from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes
 from nvrx.core.parallel import MAX_SIZE
-from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS, parse_nnodes
+from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS
 
 from .app import run_node
 from .check import check_node
-from .config import DEFAULT_COORDINATOR_GRACE_S, DEFAULT_STOP_GRACE_S, JoinOptions, resolve
+from .config import DEFAULT_COORDINATOR_GRACE_S, JoinOptions, resolve
 from .local_coordinator import with_local_coordinator
 
 log = logging.getLogger("nvrx.node")
@@ -78,16 +80,6 @@ class _Endpoints(click.ParamType[tuple[HostPort, ...]]):
         return tuple(EndpointType().convert(one.strip(), param, ctx) for one in value.split(","))
 
 
-class _Nnodes(click.ParamType[Any]):
-    name = "MIN:MAX"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return parse_nnodes(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 _SIZE_OF = {
     "tensor_parallel": "Tensor-parallel size",
     "pipeline_parallel": "Pipeline-parallel size",
@@ -118,7 +110,7 @@ _NODE_OPTIONS = [
     ),
     option(
         "--nnodes",
-        type=_Nnodes(),
+        type=NnodesType(),
         default="1",
         show_default=True,
         help="MIN:MAX nodes: MIN train, always; up to MAX - MIN stand by.",

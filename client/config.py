@@ -16,20 +16,19 @@ from pathlib import Path
 from nvrx.commandline import EXIT_USAGE, Failed
 from nvrx.core.allocation import Group, domain_id, replacement_group, replacement_group_size
 from nvrx.core.endpoint import HostPort
+from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
-from nvrx.core.ids import DomainId, NodeId, name_problem
+from nvrx.core.ids import ArrayRank, DomainId, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
 from nvrx.core.shape import NodeCounts, RankPolicy, SettingsWish, Shape
-from nvrx.core.topology import BadVariable, OrderSource, array_rank, order_sources, variable
+from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_count, told_array_rank, variable
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
 from .machine import this_machine
 
-DEFAULT_STOP_GRACE_S = 15.0
 DEFAULT_COORDINATOR_GRACE_S = 600.0
-MAX_WIRE_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class NodeConfig:
     shape: Shape
     wish: SettingsWish
     order_sources: Mapping[OrderSource, str]
-    array_rank: int | None
+    array_rank: ArrayRank | None
     surroundings: Surroundings
     restart_count: int
     argv: tuple[str, ...]
@@ -102,7 +101,8 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
             raise Failed(problem, EXIT_USAGE)
     try:
         sources = order_sources(env, socket.gethostname(), NodeId(node_id))
-        place = array_rank(env)
+        place = told_array_rank(env)
+        restarts = restart_count(env)
         surroundings = _surroundings(options, env)
     except BadVariable as error:
         raise Failed(str(error), EXIT_USAGE) from error
@@ -119,9 +119,9 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
             last_call_s=options.last_call_s,
         ),
         order_sources=sources,
-        array_rank=place if place is not None and place <= MAX_WIRE_INT else None,
+        array_rank=place,
         surroundings=surroundings,
-        restart_count=_restart_count(env),
+        restart_count=restarts,
         argv=_argv(options.command, env),
         environment=dict(env),
         working_directory=os.getcwd(),
@@ -190,13 +190,6 @@ def _workers_per_node(text: str) -> int:
         return len(os.sched_getaffinity(0))
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise Failed(f"--nproc-per-node {text!a} is not a number from 1 up, nor cpu", EXIT_USAGE)
-    return int(text)
-
-
-def _restart_count(env: Mapping[str, str]) -> int:
-    text = env.get("SLURM_RESTART_COUNT", "").strip() or "0"
-    if not (text.isascii() and text.isdigit()) or int(text) > MAX_WIRE_INT:
-        raise Failed(f"SLURM_RESTART_COUNT={text[:64]!a} is not a number; unset it or correct it", EXIT_USAGE)
     return int(text)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from nvrx.core.endpoint import HostPort, parse_endpoint
+from nvrx.core.shape import NodeCounts, parse_nnodes
 from nvrx.logs import one_line
 from nvrx.token import TokenError, read_token
 
@@ -66,6 +67,20 @@ class EndpointType(click.ParamType[HostPort]):
             return value
         try:
             return parse_endpoint(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class NnodesType(click.ParamType[NodeCounts]):
+    """MIN:MAX, or N."""
+
+    name = "MIN:MAX"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> NodeCounts:
+        if isinstance(value, NodeCounts):
+            return value
+        try:
+            return parse_nnodes(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

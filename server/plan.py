@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
-from nvrx.commandline import EXIT_FAILED, EXIT_OK, option
+from nvrx.commandline import EXIT_FAILED, EXIT_OK, NnodesType, option
 from nvrx.core.ids import first_rank
 from nvrx.core.run import Cycle
-from nvrx.core.shape import NodeCounts, parse_nnodes
+from nvrx.core.shape import NodeCounts
 from nvrx.logs import one_line
 from nvrx.wire.text import to_json
 from nvrx.wire.views import whole_rank_map
@@ -35,20 +34,6 @@ Exit codes: 0 a world is chosen, 1 there is none, 2 usage, 3 a node would be ref
 """
 
 
-class _Nnodes(click.ParamType[NodeCounts]):
-    """MIN:MAX."""
-
-    name = "MIN:MAX"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> NodeCounts:
-        if isinstance(value, NodeCounts):
-            return value
-        try:
-            return parse_nnodes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 @click.command(epilog=_EPILOG)
 @option(
     "--nodes",
@@ -57,7 +42,7 @@ class _Nnodes(click.ParamType[NodeCounts]):
     envvar=None,
     help="File with shape and nodes, YAML or JSON; see docs/plan.md.",
 )
-@option("--nnodes", type=_Nnodes(), envvar=None, help="Instead of the file's.")
+@option("--nnodes", type=NnodesType(), envvar=None, help="Instead of the file's.")
 @option("--lose", default="", metavar="ID,...", envvar=None, help="Nodes that are lost, whatever the file says.")
 @option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True, envvar=None)
 def plan(nodes: Path, nnodes: NodeCounts | None, lose: str, output: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,13 +37,12 @@ from nvrx.core.presence import Health, Presence
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Cycle, Run, evolve
 from nvrx.core.shape import Settings, SettingsWish, Shape
-from nvrx.core.topology import BadVariable, array_rank, order_sources, settle_source, variable
+from nvrx.core.topology import BadVariable, order_sources, restart_count, settle_source, told_array_rank, variable
 from nvrx.core.world import absent, place_world, world_chosen
 
 from .plan_file import NodeState, PlanFile, PlannedNode, PlannedShape
 
 RUN_ID = RunId("plan")
-MAX_WIRE_INT = 2**31 - 1
 _NOW = 0.0
 _HEALTH = {NodeState.DEGRADED: Health.DEGRADED, NodeState.UNHEALTHY: Health.UNHEALTHY}
 
@@ -156,7 +155,6 @@ def _join(node: PlannedNode, given: PlannedShape, incarnation: Incarnation) -> J
     if problem is not None:
         raise BadVariable(problem)
     group = replacement_group(env)
-    place = array_rank(env)
     segments = given.segment_size is not None
     info = NodeInfo(
         node_id=node.node_id,
@@ -164,11 +162,11 @@ def _join(node: PlannedNode, given: PlannedShape, incarnation: Incarnation) -> J
         address=str(node.node_id),
         pid=0,
         order_sources=order_sources(env, str(node.node_id), node.node_id),
-        array_rank=place if place is not None and place <= MAX_WIRE_INT else None,
+        array_rank=told_array_rank(env),
         replacement_group_id=group.group_id if group is not None else None,
         group_array_job_id=group.array_job_id if group is not None else "",
         domain_id=domain_id(env, None) if segments else DomainId(variable(env, DOMAIN_VARIABLE)) or None,
-        restart_count=_restart_count(env),
+        restart_count=restart_count(env),
     )
     size = replacement_group_size(env, given.replacement_group_size, group)
     return Join(info, _shape(given, size), SettingsWish())
@@ -206,13 +204,6 @@ def _shape(given: PlannedShape, group_size: int | None) -> Shape:
         replacement_group_size=1 if group_size is None else group_size,
         rank_policy=given.rank_policy,
     )
-
-
-def _restart_count(env: Mapping[str, str]) -> int:
-    text = variable(env, "SLURM_RESTART_COUNT") or "0"
-    if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > MAX_WIRE_INT:
-        raise BadVariable(f"SLURM_RESTART_COUNT={text[:64]!a} is not a number; unset it or correct it")
-    return int(text)
 
 
 def _with_previous_world(run: Run, nodes: Sequence[PlannedNode]) -> Run:

@@ -31,6 +31,9 @@ MAX_STDERR_TAIL = 4096
 MAX_MESSAGE = 1024
 
 
+DEFAULT_STOP_GRACE_S = 15.0
+
+
 class Cause(enum.Enum):
     """Why a cycle ended."""
 
@@ -81,7 +84,7 @@ class NodeInfo:
     last_cycle: CycleNumber | None = None
     group_array_job_id: str = ""
     """The array job that the group id is a task of; empty where the group has a name of its own (rule B6)."""
-    stop_grace_s: float = 15.0
+    stop_grace_s: float = DEFAULT_STOP_GRACE_S
     """How long its workers get to end after SIGTERM."""
 
 

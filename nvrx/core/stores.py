@@ -14,46 +14,42 @@ LOOKED_BACK = 16
 """Cycles that may still have workers: each node has those of one cycle only, and tells of it before the next."""
 
 
+def hosted_ports(run: Run) -> frozenset[int]:
+    """Ports that recent cycles were given, whether or not they are still needed."""
+    ports = (_hosted_port(cycle) for cycle in run.cycles[-LOOKED_BACK:])
+    return frozenset(port for port in ports if port is not None)
+
+
 def ports_in_use(run: Run, presence: Presence) -> frozenset[int]:
     """Ports of hosted stores that must stay open."""
     return frozenset(
-        cycle.master.port
+        port
         for cycle in run.cycles[-LOOKED_BACK:]
-        if cycle.master is not None and cycle.master.lasting_port is not None and _has_workers(run, cycle, presence)
+        if (port := _hosted_port(cycle)) is not None and _is_needed(run, cycle, presence)
     )
 
 
-def _has_workers(run: Run, cycle: Cycle, presence: Presence) -> bool:
-    if cycle.is_live:
-        return True
-    return any(may_have_workers(run, cycle, seat.node.node_id, presence) for seat in cycle.seats)
+def _hosted_port(cycle: Cycle) -> int | None:
+    master = cycle.master
+    return master.port if master is not None and master.lasting_port is not None else None
+
+
+def _is_needed(run: Run, cycle: Cycle, presence: Presence) -> bool:
+    return cycle.is_live or any(may_have_workers(run, cycle, seat.node.node_id, presence) for seat in cycle.seats)
 
 
 def may_have_workers(run: Run, cycle: Cycle, node_id: NodeId, presence: Presence) -> bool:
     """Whether workers of an ended cycle may be left on one of its nodes that can still tell."""
-    return not _is_done(run, cycle, node_id, presence)
-
-
-def _is_done(run: Run, cycle: Cycle, node_id: NodeId, presence: Presence) -> bool:
     if len(cycle.exits.get(node_id, {})) == cycle.shape.workers_per_node:
-        return True
+        return False
     seat = cycle.seat_of[node_id]
     member = run.live(node_id)
     if member is None or member.info.incarnation != seat.node.incarnation:
         # Lost; or it left, and its workers may be writing a checkpoint.
-        return node_id not in run.stopping
+        return node_id in run.stopping
     heard = presence.nodes.get(node_id)
     if heard is None or heard.incarnation != seat.node.incarnation:
-        return True
+        return False
     if not run.is_open:
-        return not heard.connected  # nobody judges leases any more
-    return heard.cycle is not None and heard.cycle > cycle.number and heard.phase.has_started
-
-
-def hosted_ports(run: Run) -> frozenset[int]:
-    """Ports that recent cycles were given, whether or not they are still needed."""
-    return frozenset(
-        cycle.master.port
-        for cycle in run.cycles[-LOOKED_BACK:]
-        if cycle.master is not None and cycle.master.lasting_port is not None
-    )
+        return heard.connected  # nobody judges leases any more
+    return heard.cycle is None or heard.cycle <= cycle.number or not heard.phase.has_started

@@ -15,6 +15,8 @@ from typing import TypeAlias
 from .ids import ArrayRank, NodeId
 
 MAX_ORDER_TEXT = 256
+MAX_WIRE_INT = 2**31 - 1
+"""Ranks and counts are 32-bit on the wire."""
 FROM_NODENAME = "NVRX_INFRA_RANK_FROM_NODENAME"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -130,6 +132,14 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
+def restart_count(env: Mapping[str, str]) -> int:
+    """How often Slurm has started the job again. Raises BadVariable."""
+    text = variable(env, "SLURM_RESTART_COUNT") or "0"
+    if not (text.isascii() and text.isdigit()) or len(text) > MAX_ORDER_TEXT or int(text) > MAX_WIRE_INT:
+        raise BadVariable(f"SLURM_RESTART_COUNT={text[:64]!a} is not a number; unset it or correct it")
+    return int(text)
+
+
 def switch(env: Mapping[str, str], name: str) -> bool:
     """An on/off variable: 1/true/yes/on or 0/false/no/off/empty, any case. Raises BadVariable otherwise."""
     text = variable(env, name).lower()
@@ -143,6 +153,12 @@ def switch(env: Mapping[str, str], name: str) -> bool:
 def nodes_per_array_task(env: Mapping[str, str]) -> int | None:
     """Nodes of one task of the array: those of the step where Slurm says it, else those of the job."""
     return _number(env, "SLURM_NNODES") or _number(env, "SLURM_JOB_NUM_NODES") or None
+
+
+def told_array_rank(env: Mapping[str, str]) -> ArrayRank | None:
+    """The array rank as it is told to a coordinator: none where it does not fit. Raises BadVariable."""
+    rank = array_rank(env)
+    return rank if rank is not None and rank <= MAX_WIRE_INT else None
 
 
 def array_rank(env: Mapping[str, str]) -> ArrayRank | None:

@@ -167,7 +167,7 @@ class StoreHost:
             if await read_message(reader) is None:
                 raise StoreGone("the store process ended")
             return await StoreClient.greet(reader, writer)
-        except BaseException:
+        except BaseException:  # also where the caller is cancelled: nobody else closes it
             writer.close()
             raise
 
@@ -212,7 +212,7 @@ class StoreHost:
         try:
             await self._ask({"do": "range", "low": low, "high": high})
         except _ProcessGone:
-            self._control, self._record, self._open = None, None, set()
+            self._let_go()
             return False
         log.info("took over the store process %d with %d open ports", record.pid, len(self._open))
         return True
@@ -254,6 +254,9 @@ class StoreHost:
         self._control = control
         self._open = {int(port) for port in state["ports"]}
 
+    def _let_go(self) -> None:
+        self._control, self._record, self._open = None, None, set()
+
     async def _greet(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         record = self._record
         if record is None:
@@ -269,7 +272,7 @@ class StoreHost:
         except TimeoutError as error:
             writer.close()
             raise _ProcessGone from error
-        except BaseException:
+        except BaseException:  # also where the caller is cancelled: nobody else closes it
             writer.close()
             raise
         return reader, writer
@@ -409,7 +412,7 @@ class StoreHost:
             await self._ask({"do": "end"})
         if self._control is not None:
             await self._control.close()
-        self._control, self._record, self._open = None, None, set()
+        self._let_go()
 
     async def close(self) -> None:
         """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too."""
