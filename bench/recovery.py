@@ -1,7 +1,7 @@
 """Times the recovery of a training job after a kill: nvrx, torchrun and the floor side by side.
 
 Peers take turns, every repetition is a fresh job; repetitions that failed are counted, not hidden.
-The parts: hostnames, processes, marks, worker, floor, peers, measure, figures; here the command line.
+The parts: frame, hostnames, processes, marks, worker, floor, peers, measure, figures; here the command line.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import argparse
 import json
 import os
 import platform
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
@@ -25,17 +22,14 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the repository's root is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import figures, hostnames, processes
+from bench import figures, processes
+from bench.frame import framed, say
 from bench.measure import LAYOUTS, QUIET_BEFORE_KILL_S, Kill, Recovery, measure
 from bench.peers import PEERS
 
 DEFAULT_TIMEOUT_S = 120.0
 _NOTE_WIDTH = 110
 _CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not named in the time module
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -170,32 +164,13 @@ def write_json(
     file.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def end_on_sigterm(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, end_on_sigterm)  # the default would leave the running job behind
-    processes.become_subreaper()
-    if options.work_dir:
-        options.work_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="nvrx-bench-", dir=options.work_dir))
-    keep_logs = options.keep
-    try:
-        names_problem = hostnames.use_files_only(scratch)
-        if names_problem:
-            say(f"host names stay as set up here ({names_problem}): figures may hold reverse look-ups")
-        facts = conditions(options, names_problem)
-        results = run_all(options, scratch)
+    with framed(options, keep_logs=options.keep, where="figures") as frame:
+        facts = conditions(options, frame.names_problem)
+        results = run_all(options, frame.scratch)
         failed = any(result.failure for result in results)
-        keep_logs = keep_logs or failed
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-        processes.kill_descendants()
-        if not keep_logs:
-            shutil.rmtree(scratch, ignore_errors=True)
+        frame.keep_logs = frame.keep_logs or failed
 
     print_report(facts, options.kill, options.peers, results)
     if options.json:

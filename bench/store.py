@@ -1,7 +1,7 @@
 """Times our store server and torch's own side by side: operations, bursts of connections, waking, memory.
 
 Servers take turns; the clients are raw sockets in a process beside them, so that the server is what is measured.
-The parts: hostnames, processes, store_servers, store_load, store_measure, store_figures; here the command line.
+The parts: frame, hostnames, processes, store_servers, store_load, store_measure, store_figures; here the command line.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -23,8 +20,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a file: the repository's root is not on the path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import hostnames, processes, store_figures, store_measure
-from bench.recovery import commit, end_on_sigterm, package_version, say
+from bench import processes, store_figures, store_measure
+from bench.frame import framed, say
+from bench.recovery import commit, package_version
 from bench.store_measure import Sample
 from bench.store_servers import KINDS
 
@@ -134,25 +132,10 @@ def write_json(file: Path, facts: dict[str, object], kinds: Sequence[str], sampl
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, end_on_sigterm)  # the default would leave servers behind
-    processes.become_subreaper()
-    if options.work_dir:
-        options.work_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="nvrx-bench-", dir=options.work_dir))
-    keep_logs = True
-    try:
-        names_problem = hostnames.use_files_only(scratch)
-        if names_problem:
-            say(f"host names stay as set up here ({names_problem}): torch's figures may hold reverse look-ups")
-        facts = conditions(options, names_problem)
-        samples = collect(options, scratch)
-        keep_logs = options.keep
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-        processes.kill_descendants()
-        if not keep_logs:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with framed(options, keep_logs=True, where="torch's figures") as frame:
+        facts = conditions(options, frame.names_problem)
+        samples = collect(options, frame.scratch)
+        frame.keep_logs = options.keep
 
     print(headline(facts), end="\n\n")
     print(store_figures.tables(samples, options.kinds), end="\n\n")
