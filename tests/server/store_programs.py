@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nvrx.server.store_host.control import Paths, Record, read_record
 from nvrx.store.codec import i64, text, u32, u64
 from nvrx.store.opcodes import MAGIC, Opcode
@@ -23,6 +25,18 @@ WAIT_S = 30.0
 MIB = 2**20
 HELLO = bytes([Opcode.VALIDATE]) + u32(MAGIC)
 COMMAND = [sys.executable, "-m", "nvrx.server.store_host.process"]
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv6")
 
 
 class Control:

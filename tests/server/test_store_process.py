@@ -23,23 +23,12 @@ from .store_programs import (
     free_ports,
     is_held,
     is_refused,
+    needs_ipv6,
     store_program,
     until,
 )
 
 QUICK = ("--linger-s", "0.05")
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as one:
-            one.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
 
 @pytest.fixture

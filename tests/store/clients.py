@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import platform
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .raw import PATIENCE_S
-from .servers import ROOT, RunningStore, files_only, quiet
+from .servers import RunningStore, running
 from .values import from_line, from_plain, to_line, to_plain
 
 # poll and ppoll: what a client of torch's sleeps in while it waits for keys. For other answers it sleeps in recvfrom.
@@ -131,19 +130,5 @@ class Clients:
 
 @contextmanager
 def start_clients(scratch: Path) -> Iterator[Clients]:
-    process = subprocess.Popen(
-        files_only(scratch, sys.executable, "-m", "tests.store.torch_clients"),
-        cwd=ROOT,
-        env=quiet(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
+    with running(scratch, "tests.store.torch_clients", text=False) as process:
         yield Clients(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(PATIENCE_S)
-        finally:
-            process.kill()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .bridge_server import BRIDGE
 from .raw import PATIENCE_S, RawClient
@@ -60,17 +60,18 @@ class _Program:
 
 
 @contextmanager
-def _running(scratch: Path, module: str) -> Iterator[StoreHost]:
-    process = subprocess.Popen(
+def running(scratch: Path, module: str, *, text: bool) -> Iterator[subprocess.Popen[Any]]:
+    """A module that runs until the end of its standard input, host names from files only."""
+    process: subprocess.Popen[Any] = subprocess.Popen(
         files_only(scratch, sys.executable, "-m", module),
         cwd=ROOT,
         env=quiet(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        text=text,
     )
     try:
-        yield _Program(process)
+        yield process
     finally:
         assert process.stdin is not None
         process.stdin.close()
@@ -80,9 +81,15 @@ def _running(scratch: Path, module: str) -> Iterator[StoreHost]:
             process.kill()
 
 
+@contextmanager
+def _host(scratch: Path, module: str) -> Iterator[StoreHost]:
+    with running(scratch, module, text=True) as process:
+        yield _Program(process)
+
+
 def start_torch(scratch: Path) -> AbstractContextManager[StoreHost]:
     """torch's own server, in a process of its own."""
-    return _running(scratch, "tests.store.torch_server")
+    return _host(scratch, "tests.store.torch_server")
 
 
 def start_bridge(scratch: Path) -> AbstractContextManager[StoreHost]:
@@ -93,7 +100,7 @@ def start_bridge(scratch: Path) -> AbstractContextManager[StoreHost]:
         there = False
     if not there:
         raise NotImplementedError("the bridge is not there yet")
-    return _running(scratch, "tests.store.bridge_server")
+    return _host(scratch, "tests.store.bridge_server")
 
 
 STARTS = {"torch": start_torch, "bridge": start_bridge}

@@ -6,30 +6,22 @@ made, and only what must time out has a short time-out, so no answer depends on 
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .clients import Clients, StoreError
 from .raw import PATIENCE_S, set_
 from .servers import RunningStore, StoreHost
+from .tries import TIMEOUT_S, tries
 
-SOAK = os.environ.get("NVRX_SOAK") == "1"
-pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(3600 if SOAK else 240)]
-TRIES = settings(
-    max_examples=1000 if SOAK else 25,
-    derandomize=not SOAK,
-    deadline=None,
-    database=None,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
+pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(TIMEOUT_S)]
+TRIES = tries(25, 1000)
 WHO = [0, 1, 2]
 GIVES_UP = timedelta(milliseconds=20)
 

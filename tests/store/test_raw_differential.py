@@ -8,12 +8,11 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from .raw import (
@@ -41,17 +40,10 @@ from .raw import (
 from .servers import RunningStore, StoreHost
 from .stage import Stage, clear
 from .test_wire import DEVIATIONS
+from .tries import TIMEOUT_S, tries
 
-SOAK = os.environ.get("NVRX_SOAK") == "1"
-pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(3600 if SOAK else 240)]
-TRIES = settings(
-    max_examples=5000 if SOAK else 60,
-    derandomize=not SOAK,
-    deadline=None,
-    database=None,
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
+pytestmark = [pytest.mark.torch, pytest.mark.rule("I5"), pytest.mark.timeout(TIMEOUT_S)]
+TRIES = tries(60, 5000)
 NAMES = "abcd"
 
 
