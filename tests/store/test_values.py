@@ -107,6 +107,7 @@ def test_add_on_a_text_cuts_off_that_client_alone(connect: Connect, text: str) -
     """The value stays; the others go on, one of them in the middle of a wait."""
     one, other, waiting = connect(), connect(), connect()
     other.set("k", text)
+    assert other.get("k") == text.encode()  # it has come: a set by itself is not answered
     waited = waiting.later.wait(["later"])
     waiting.asleep()
     with pytest.raises(StoreError) as cut:

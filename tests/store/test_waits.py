@@ -70,6 +70,7 @@ def test_one_set_wakes_all_who_wait(connect: Connect) -> None:
     other.set("k", "v")
     assert {one.result(PATIENCE_S) for one in got} == {b"v"}
     other.set("k", "w")
+    assert other.get("k") == b"w"
     assert [one.add("n", 1) for one in waiters] == list(range(1, 65))
     assert {one.get("k") for one in waiters} == {b"w"}
 
