@@ -94,6 +94,16 @@ class ServeConfig:
     allow_network_state: bool = False
 
 
+def load_undisturbed(engine: Engine) -> None:
+    """Take the runs from the journal. What is loaded stays: collections would only go through it again and again."""
+    gc.disable()
+    try:
+        engine.load()
+    finally:
+        gc.enable()
+    gc.freeze()
+
+
 def open_journal(config: ServeConfig) -> Journal:
     """The journal of a configuration. Raises JournalError."""
     if config.state_dir is None:
@@ -131,7 +141,7 @@ class Coordinator:
 
         Raises JournalError, AddressTaken or StoreNotStarted, and then nothing is left that was started.
         """
-        self.engine.load()
+        load_undisturbed(self.engine)
         self._register()
         listen = self._config.listen
         try:
