@@ -21,6 +21,7 @@ from nvrx.core.facts import (
     RunOpened,
     WorkerExit,
     WorkersExited,
+    WorldChosen,
 )
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, Revision, RunId
 from nvrx.core.presence import AgentPhase, Presence, StoreMode
@@ -90,16 +91,15 @@ def facts(members: int, cycles: int, *, exits: bool) -> Iterator[Fact]:
             presence.connected(one.info.node_id, at)
             presence.heard(one.info.node_id, AgentPhase.RUNNING, CycleNumber(number), (), at)
         chosen = next_world(run, presence, at)
-        assert not hasattr(chosen, "reason"), chosen
-        run = evolve(run, chosen)  # type: ignore[arg-type]
+        assert isinstance(chosen, WorldChosen), chosen
         running = CycleRunning(at, CycleNumber(number))
-        yield from (chosen, running)  # type: ignore[misc]
-        run = evolve(run, running)
+        for fact in (chosen, running):
+            yield fact
+            run = evolve(run, fact)
         if number < cycles - 1:
-            for fact in _ended(run, CycleNumber(number), at, exits):
-                yield fact
-                if not (isinstance(fact, WorkersExited) and exits and len(fact.exits) > 1):
-                    run = evolve(run, fact)
+            for ending in _ended(run, CycleNumber(number), at, exits):
+                yield ending
+                run = evolve(run, ending)
 
 
 def write(directory: Path, members: int, cycles: int, *, exits: bool) -> int:

@@ -24,14 +24,16 @@ from .sqlite import (
     FORMAT,
     FORMAT_WITHOUT_CHECKS,
     format_problem,
-    is_damage,
     make_tables,
+    primary_code,
     read_meta,
     require_known,
 )
 from .state_dir import FILE_NAME, SHM_SUFFIX, WAL_SUFFIX, hold
 
 _PATIENCE_S = 5.0
+_OF_THE_MACHINE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN}
+"""What is no fault of the file: another time it may work."""
 
 
 class NoJournal(JournalError):
@@ -40,9 +42,10 @@ class NoJournal(JournalError):
 
 @dataclass(frozen=True)
 class RunFound:
-    """How much of a run is whole. `cut` None: the rows that follow cannot be counted. `problem` None: all is."""
+    """How much of a run is whole. `cut` None: what follows cannot be counted. `problem` None: all of it is whole."""
 
     run_id: bytes
+    head: rows.Head | None
     kept: int
     cut: int | None
     problem: str | None
@@ -111,16 +114,24 @@ def _examine(path: Path, connection: sqlite3.Connection) -> Found:
             require_known(path, meta)
             has_checks = int(meta["format"]) != FORMAT_WITHOUT_CHECKS
         problem = problem or _integrity(connection)
-    except sqlite3.Error as error:
-        if not is_damage(error):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    except rows.FILE_ERRORS as error:
+        if primary_code(error) in _OF_THE_MACHINE:
             raise
-        problem = str(error)
-    runs: list[RunFound] = []
+        problem = rows.told(error)
+    heads: dict[bytes, rows.Head] = {}
+    names: set[bytes] = set()
     try:
-        for run_id in rows.run_ids(connection):
-            runs.append(_examine_run(connection, run_id, has_checks))
+        if has_checks:
+            heads = rows.heads(connection)
     except rows.Damaged as error:
         problem = problem or str(error)
+    try:
+        names.update(rows.run_ids(connection))
+    except rows.Damaged as error:
+        problem = problem or str(error)
+    runs = [_examine_run(connection, one, heads.get(one), has_checks) for one in sorted(names | heads.keys())]
     return Found(tuple(runs), problem, has_checks)
 
 
@@ -131,14 +142,17 @@ def _integrity(connection: sqlite3.Connection) -> str | None:
     return None if first == ["ok"] else " ".join(first)
 
 
-def _examine_run(connection: sqlite3.Connection, run_id: bytes, has_checks: bool) -> RunFound:
+def _examine_run(
+    connection: sqlite3.Connection, run_id: bytes, head: rows.Head | None, has_checks: bool
+) -> RunFound:
     kept = 0
     try:
-        for row in rows.rows_of(connection, run_id, ManyDecoder(), has_checks=has_checks):
+        for row in rows.rows_of(connection, run_id, head, ManyDecoder(), has_checks=has_checks):
             kept = row.revision
     except rows.Damaged as error:
-        return RunFound(run_id, kept, _count_after(connection, run_id, kept), str(error))
-    return RunFound(run_id, kept, 0, None)
+        cut = _count_after(connection, run_id, kept) if head is None else max(0, head.revision - kept)
+        return RunFound(run_id, head, kept, cut, str(error))
+    return RunFound(run_id, head, kept, 0, None)
 
 
 def _count_after(connection: sqlite3.Connection, run_id: bytes, kept: int) -> int | None:
@@ -146,7 +160,7 @@ def _count_after(connection: sqlite3.Connection, run_id: bytes, kept: int) -> in
     try:
         with closing(connection.execute(query, (run_id, kept))) as cursor:
             return int(cursor.fetchone()[0])
-    except sqlite3.Error:
+    except rows.FILE_ERRORS:
         return None
 
 
@@ -156,16 +170,21 @@ def _write(path: Path, journal_id: JournalId, source: sqlite3.Connection, found:
         connection.execute("BEGIN IMMEDIATE")
         make_tables(connection, {"format": str(FORMAT), "journal_id": journal_id})
         for run in found.runs:
-            rows.insert(connection, _kept(source, run, found.has_checks))
+            last = rows.BEFORE_FIRST
+            for row in _kept(source, run, found.has_checks):
+                rows.insert(connection, [(row.run_id, row.revision, row.kind, row.body, row.check)])
+                last = rows.Head(row.revision, row.check)
+            if last != rows.BEFORE_FIRST:
+                rows.set_heads(connection, {run.run_id: last})
         connection.execute("COMMIT")
 
 
-def _kept(source: sqlite3.Connection, run: RunFound, has_checks: bool) -> Iterator[tuple[bytes, int, bytes, bytes, int]]:
+def _kept(source: sqlite3.Connection, run: RunFound, has_checks: bool) -> Iterator[rows.Checked]:
     """The rows to keep, as they are: a newer version may have written fields that this one does not know."""
     if run.kept == 0:
         return
-    for row in rows.rows_of(source, run.run_id, ManyDecoder(), has_checks=has_checks):
-        yield (row.run_id, row.revision, row.kind, row.body, row.check)
+    for row in rows.rows_of(source, run.run_id, run.head, ManyDecoder(), has_checks=has_checks):
+        yield row
         if row.revision == run.kept:
             return
 

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from nvrx.core.ids import JournalId, Revision, RunId
 
-from . import JournalError, Row, rows
+from . import JournalError, Row
+from . import rows as stored
 from .codec import ManyDecoder, UnreadableFact, decode
+from .rows import FILE_ERRORS, told
 from .state_dir import FILE_NAME, hold, refuse_network_file_system
 
 log = logging.getLogger("nvrx.coord")
@@ -29,7 +31,8 @@ WAL_KEPT_BYTES = 16 * 1024 * 1024
 """What the write-ahead log is cut to once its rows are in the file; a large batch makes it larger for a while."""
 _PATIENCE_S = 5.0
 _PRIMARY_CODE = 0xFF
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_FORMAT}
+"""SQLITE_ERROR: our statements are right, so it is the schema that is not ours."""
 
 
 class SqliteJournal:
@@ -50,17 +53,17 @@ class SqliteJournal:
             self._writer = self._connect()
             self.journal_id = self._prepare()
             self._reader = self._connect()
-        except sqlite3.Error as error:
+        except FILE_ERRORS as error:
             os.close(self._lock)
             raise self._failed("open", error) from error
         except JournalError:
             os.close(self._lock)
             raise
-        self._adding = rows.Writer(self._writer)
+        self._adding = stored.Writer(self._writer)
         self._reading = threading.Lock()
 
     def _connect(self) -> sqlite3.Connection:
-        connection = rows.connect(str(self._path), _PATIENCE_S)
+        connection = stored.connect(str(self._path), _PATIENCE_S)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute(f"PRAGMA journal_size_limit={WAL_KEPT_BYTES}")
@@ -87,20 +90,21 @@ class SqliteJournal:
     def load(self) -> Iterator[Row]:
         decoder = ManyDecoder()
         try:
-            for run_id in rows.run_ids(self._reader):
+            heads = stored.heads(self._reader)
+            for run_id in sorted(heads.keys() | set(stored.run_ids(self._reader))):
                 name = RunId(run_id.decode("utf-8", "replace"))
-                for row in rows.rows_of(self._reader, run_id, decoder):
+                for row in stored.rows_of(self._reader, run_id, heads.get(run_id), decoder):
                     yield Row(name, row.revision, row.fact)
-        except rows.Damaged as error:
+        except stored.Damaged as error:
             raise JournalError(damage_told(self._path, str(error))) from error
 
     def append(self, rows: Sequence[Row]) -> None:
         try:
             with _transaction(self._writer):
-                checks = self._adding.add(rows)
-        except sqlite3.Error as error:
+                heads = self._adding.add(rows)
+        except FILE_ERRORS as error:
             raise self._failed("write", error) from error
-        self._adding.remember(checks)
+        self._adding.remember(heads)
 
     def read(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
         query = (
@@ -110,7 +114,7 @@ class SqliteJournal:
         try:
             with self._reading, closing(self._reader.execute(*query)) as cursor:
                 return [Row(run_id, Revision(at), decode(kind.decode(), body)) for at, kind, body in cursor]
-        except sqlite3.Error as error:
+        except FILE_ERRORS as error:
             raise self._failed("read", error) from error
         except (UnreadableFact, UnicodeError) as error:
             raise JournalError(damage_told(self._path, f"run {run_id}: unreadable row ({error})")) from error
@@ -120,15 +124,15 @@ class SqliteJournal:
         self._writer.close()
         os.close(self._lock)
 
-    def _failed(self, what: str, error: sqlite3.Error) -> JournalError:
-        if is_damage(error):
-            return JournalError(damage_told(self._path, str(error)))
+    def _failed(self, what: str, error: Exception) -> JournalError:
+        if isinstance(error, UnicodeDecodeError) or primary_code(error) in _DAMAGE:
+            return JournalError(damage_told(self._path, told(error)))
         return JournalError(f"cannot {what} the journal {self._path}: {error}")
 
 
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite found that the file is not what it wrote."""
-    return getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in _DAMAGE
+def primary_code(error: Exception) -> int:
+    """SQLite's code for what went wrong; 0 where it has none."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & _PRIMARY_CODE
 
 
 def damage_told(path: Path, problem: str) -> str:
@@ -141,7 +145,7 @@ def damage_told(path: Path, problem: str) -> str:
 
 def make_tables(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
     """The tables of a new journal."""
-    for statement in rows.TABLES:
+    for statement in stored.TABLES:
         connection.execute(statement)
     connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
 
@@ -186,14 +190,18 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def _add_checks(connection: sqlite3.Connection) -> int:
     """Format 1 had no checks: its rows get those that they would have. Returns how many."""
+    for statement in stored.TABLES:
+        connection.execute(statement)
     connection.execute("ALTER TABLE facts ADD COLUMN chain INTEGER NOT NULL DEFAULT 0")
+    heads: dict[bytes, stored.Head] = {}
     found: list[tuple[int, bytes, int]] = []
-    run, check = b"", rows.BEFORE_FIRST
     with closing(connection.execute("SELECT run_id, revision, kind, body FROM facts ORDER BY run_id, revision")) as all:
         for run_id, revision, kind, body in all:
-            check = rows.next_check(check if run_id == run else rows.BEFORE_FIRST, run_id, revision, kind, body)
-            run = run_id
+            before = heads.get(run_id, stored.BEFORE_FIRST)
+            check = stored.next_check(before.check, run_id, revision, kind, body)
+            heads[run_id] = stored.Head(revision, check)
             found.append((check, run_id, revision))
     connection.executemany("UPDATE facts SET chain = ? WHERE run_id = CAST(? AS TEXT) AND revision = ?", found)
+    stored.set_heads(connection, heads)
     connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT),))
     return len(found)
