@@ -15,9 +15,7 @@ import msgspec
 from nvrx.core.facts import Fact, WorkersExited, WorldChosen
 
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
-_DECODERS: dict[str, msgspec.json.Decoder[Fact]] = {
-    name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()
-}
+_DECODERS: dict[str, msgspec.json.Decoder[Fact]] = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
 _REPEATED: dict[type[Fact], tuple[str, ...]] = {WorldChosen: ("seats", "standbys"), WorkersExited: ("exits",)}
 """Fields that hold many small things, which come again in cycle after cycle."""
 

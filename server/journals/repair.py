@@ -77,7 +77,9 @@ def repair(directory: Path, *, dry_run: bool) -> Repaired:
     """Replace a damaged journal. Raises NoJournal, StateTaken or JournalError, and then nothing was changed."""
     path = directory / FILE_NAME
     if not path.is_file():
-        raise NoJournal(f"there is no {FILE_NAME} in {directory}; give the directory of nvrx-coord serve as --state-dir")
+        raise NoJournal(
+            f"there is no {FILE_NAME} in {directory}; give the directory of nvrx-coord serve as --state-dir"
+        )
     lock = hold(directory)
     try:
         with tempfile.TemporaryDirectory(prefix=".repair-", dir=directory) as scratch:
@@ -142,9 +144,7 @@ def _integrity(connection: sqlite3.Connection) -> str | None:
     return None if first == ["ok"] else " ".join(first)
 
 
-def _examine_run(
-    connection: sqlite3.Connection, run_id: bytes, head: rows.Head | None, has_checks: bool
-) -> RunFound:
+def _examine_run(connection: sqlite3.Connection, run_id: bytes, head: rows.Head | None, has_checks: bool) -> RunFound:
     kept = 0
     try:
         for row in rows.rows_of(connection, run_id, head, ManyDecoder(), has_checks=has_checks):

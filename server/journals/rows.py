@@ -146,9 +146,7 @@ def rows_of(
         raise Damaged(readable(run_id), last.revision + 1, f"{ends}, and the last row is that of {last.revision}")
 
 
-def _checked(
-    run_id: bytes, last: Head, values: Sequence[Any], decoder: ManyDecoder, has_checks: bool
-) -> Checked:
+def _checked(run_id: bytes, last: Head, values: Sequence[Any], decoder: ManyDecoder, has_checks: bool) -> Checked:
     revision, kind, body, chain = values
     wanted = last.revision + 1
     if revision != wanted:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from nvrx.core.grown import Grown, plus
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers()), max_size=200), st.dictionaries(st.integers(0, 9), st.none()))
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers()), max_size=200), st.dictionaries(st.integers(0, 9), st.none())
+)
 def test_it_is_what_a_dict_would_be(steps: list[tuple[int, int]], first: dict[int, int | None]) -> None:
     wanted: dict[int, int | None] = dict(first)
     grown = Grown(first)

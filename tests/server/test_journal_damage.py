@@ -50,7 +50,9 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.rule("A8", "E5")
 def test_a_journal_of_format_1_is_read_and_brought_up_to_date(tmp_path: Path) -> None:
-    journal_id = format_1(tmp_path, [(one.run_id, one.revision, kind_of(one.fact), encode(one.fact)) for one in TWO_RUNS])
+    journal_id = format_1(
+        tmp_path, [(one.run_id, one.revision, kind_of(one.fact), encode(one.fact)) for one in TWO_RUNS]
+    )
     journal = SqliteJournal(tmp_path)
     assert journal.journal_id == journal_id
     assert list(journal.load()) == TWO_RUNS
@@ -111,7 +113,10 @@ _SWAPPED = """UPDATE facts SET
         ("DELETE FROM facts WHERE run_id = 's'", "run s revision 1: the run ends with revision"),
         ("DELETE FROM facts WHERE run_id = 's' AND revision >= 20", "run s revision 20: the run ends with revision"),
         ("DELETE FROM heads WHERE run_id = 's'", "nothing says where the run ends"),
-        ("UPDATE heads SET revision = 5 WHERE run_id = 's'", "the run ends with revision 5, and the last row is that of"),
+        (
+            "UPDATE heads SET revision = 5 WHERE run_id = 's'",
+            "the run ends with revision 5, and the last row is that of",
+        ),
     ],
 )
 def test_every_change_of_a_row_is_found(tmp_path: Path, statement: str, told: str | None) -> None:
@@ -192,7 +197,9 @@ def test_what_sqlite_finds_damaged_is_told_alike(tmp_path: Path, damage: Callabl
 @pytest.mark.rule("J6")
 def test_a_flipped_byte_within_a_row_is_found(tmp_path: Path) -> None:
     """SQLite sees nothing of it: that is what the check is for."""
-    closed = [Row(R, Revision(place), RunClosed(float(place), RunState.FAILED, f"why-{place:03}", 1)) for place in range(1, 9)]
+    closed = [
+        Row(R, Revision(place), RunClosed(float(place), RunState.FAILED, f"why-{place:03}", 1)) for place in range(1, 9)
+    ]
     written(tmp_path, closed)
     flip_text(tmp_path, b"why-005")
     assert "run r revision 5: the row does not match its check" in refusal(tmp_path)

@@ -16,7 +16,7 @@ from nvrx.core.ids import Revision, RunId
 from nvrx.server.journals import Journal, JournalError, Row, StateTaken
 from nvrx.server.journals.memory import MemoryJournal
 from nvrx.server.journals.sqlite import SqliteJournal
-from nvrx.server.journals.state_dir import FILE_NAME, LOCK_NAME
+from nvrx.server.journals.state_dir import LOCK_NAME
 
 from .append_forever import BATCH
 from .facts import EXAMPLES
