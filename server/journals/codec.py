@@ -16,8 +16,10 @@ from nvrx.core.facts import Fact, WorkersExited, WorldChosen
 
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
 _DECODERS: dict[str, msgspec.json.Decoder[Fact]] = {name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()}
-_REPEATED: dict[type[Fact], tuple[str, ...]] = {WorldChosen: ("seats", "standbys"), WorkersExited: ("exits",)}
-"""Fields that hold many small things, which come again in cycle after cycle."""
+_EACH: dict[type[Fact], tuple[str, ...]] = {WorldChosen: ("seats", "standbys")}
+"""Fields with many small things that come again, one by one, in cycle after cycle."""
+_WHOLE: dict[type[Fact], tuple[str, ...]] = {WorkersExited: ("exits",)}
+"""Fields that come again as they are: the workers of all nodes are stopped alike."""
 
 
 class UnreadableFact(ValueError):
@@ -60,36 +62,44 @@ def decode(kind: str, body: str | bytes) -> Fact:
         raise UnreadableFact(f"{kind}: {error}") from error
 
 
-class _Sharing:
-    """Decodes rows of one kind; what comes again, text for text, is decoded once and then shared."""
+class _Shared:
+    """Decodes values of one type; what comes again, text for text, is decoded once."""
 
-    def __init__(self, kind: type[Fact], names: tuple[str, ...]) -> None:
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+        self._known: dict[bytes, Any] = {}
+
+    def decode(self, raw: msgspec.Raw) -> Any:
+        text = bytes(raw)
+        found = self._known.get(text)
+        if found is None:
+            found = self._known[text] = self._decoder.decode(text)
+        return found
+
+
+class _Sharing:
+    """Decodes rows of one kind, and lets them share what comes again."""
+
+    def __init__(self, kind: type[Fact]) -> None:
         hints = get_type_hints(kind)
         self._kind: Any = kind
         self._fields = [one.name for one in dataclasses.fields(kind)]
-        self._elements: dict[str, msgspec.json.Decoder[Any]] = {
-            name: msgspec.json.Decoder(get_args(hints[name])[0]) for name in names
-        }
-        self._known: dict[str, dict[bytes, Any]] = {name: {} for name in names}
-        with_raw = dict.fromkeys(names, tuple[msgspec.Raw, ...])
+        self._each = {name: _Shared(get_args(hints[name])[0]) for name in _EACH.get(kind, ())}
+        self._whole = {name: _Shared(hints[name]) for name in _WHOLE.get(kind, ())}
+        raw = dict.fromkeys(self._each, tuple[msgspec.Raw, ...]) | dict.fromkeys(self._whole, msgspec.Raw)
         row = msgspec.defstruct(
-            f"{kind.__name__}Row", [_field(one, hints | with_raw) for one in dataclasses.fields(kind)], kw_only=True
+            f"{kind.__name__}Row", [_field(one, hints | raw) for one in dataclasses.fields(kind)], kw_only=True
         )
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
 
     def decode(self, body: bytes) -> Fact:
         row = self._decoder.decode(body)
         given = {name: getattr(row, name) for name in self._fields}
-        for name, decoder in self._elements.items():
-            given[name] = tuple([self._shared(name, decoder, bytes(one)) for one in given[name]])
+        for name, shared in self._each.items():
+            given[name] = tuple(map(shared.decode, given[name]))
+        for name, shared in self._whole.items():
+            given[name] = shared.decode(given[name])
         return cast(Fact, self._kind(**given))
-
-    def _shared(self, name: str, decoder: msgspec.json.Decoder[Any], text: bytes) -> Any:
-        known = self._known[name]
-        found = known.get(text)
-        if found is None:
-            found = known[text] = decoder.decode(text)
-        return found
 
 
 def _field(one: dataclasses.Field[Any], types: Mapping[str, Any]) -> tuple[str, Any] | tuple[str, Any, Any]:
@@ -108,7 +118,7 @@ class ManyDecoder:
     """
 
     def __init__(self) -> None:
-        self._sharing = {kind.__name__: _Sharing(kind, names) for kind, names in _REPEATED.items()}
+        self._sharing = {kind.__name__: _Sharing(kind) for kind in (*_EACH, *_WHOLE)}
 
     def decode(self, kind: str, body: bytes) -> Fact:
         """The fact in a row. Raises UnreadableFact with what is wrong."""

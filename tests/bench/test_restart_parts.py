@@ -37,7 +37,7 @@ def test_a_start_is_measured_in_all_its_parts(tmp_path: Path, capsys: pytest.Cap
     figures = tmp_path / "figures.json"
     options = ["--members", "4", "--cycles", "2", "--reps", "1", "--work-dir", str(tmp_path), "--json", str(figures)]
     assert restart.main(options) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["4", "2", "9"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["4", "2", "11"]
     (measured,) = json.loads(figures.read_text())
     (sample,) = measured["samples"]
     assert all(value > 0 for value in sample.values())

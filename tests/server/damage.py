@@ -20,10 +20,11 @@ def written(directory: Path, rows: Sequence[Row]) -> str:
     return journal.journal_id
 
 
-def change(directory: Path, statement: str) -> None:
+def change(directory: Path, *statements: str) -> None:
     """Change a closed journal by hand, with everything in the main file."""
     with closing(sqlite3.connect(directory / FILE_NAME)) as connection:
-        connection.execute(statement)
+        for statement in statements:
+            connection.execute(statement)
         connection.commit()
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

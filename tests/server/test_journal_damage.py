@@ -131,6 +131,20 @@ def test_every_change_of_a_row_is_found(tmp_path: Path, statement: str, told: st
 
 
 @pytest.mark.rule("E5")
+def test_a_row_of_another_history_is_found_by_the_next(tmp_path: Path) -> None:
+    """Whole in itself, with a check that was once right: an old page that came back, say."""
+    other = [TWO_RUNS[0], TWO_RUNS[3], *TWO_RUNS[2:4]]
+    written(tmp_path / "other", [Row(R, Revision(place), row.fact) for place, row in enumerate(other, start=1)])
+    written(tmp_path, TWO_RUNS[:4])
+    change(
+        tmp_path,
+        f"ATTACH '{tmp_path / 'other' / FILE_NAME}' AS other",
+        "REPLACE INTO facts SELECT * FROM other.facts WHERE revision = 2",
+    )
+    assert "run r revision 3: the row does not match its check" in refusal(tmp_path)
+
+
+@pytest.mark.rule("E5")
 def test_rows_go_on_from_the_last_check_after_a_reopening(tmp_path: Path) -> None:
     written(tmp_path, TWO_RUNS[:3])
     written(tmp_path, TWO_RUNS[3 : len(EXAMPLES)])
