@@ -1,11 +1,16 @@
-"""A mapping that grows: whatever is done to it, it is what a dict would be, and what it was stays."""
+"""Mappings that grow and records that change: the same as with plain copies, and what there was stays."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvrx.core.grown import Grown, plus
+from nvrx.core.grown import Grown, changed, plus
+
+from .driver import trained
 
 
 @given(
@@ -46,3 +51,12 @@ def test_a_step_copies_a_few_entries_only() -> None:
         bases.add(id(grown._base))
     assert len(grown) == 4000
     assert len(bases) < 200
+
+
+def test_a_changed_record_is_what_replace_gives() -> None:
+    run = trained().run
+    other = changed(run, last_at=99.0, exit_code=3)
+    assert other == dataclasses.replace(run, last_at=99.0, exit_code=3)
+    assert (run.last_at, run.exit_code) != (99.0, 3)
+    with pytest.raises(AssertionError, match="Run has no"):
+        changed(run, colour="blue")

@@ -12,7 +12,7 @@ from nvrx.core.facts import RunClosed, RunState
 from nvrx.core.ids import Revision, RunId
 from nvrx.server.journals import JournalError, Row
 from nvrx.server.journals.codec import encode, kind_of
-from nvrx.server.journals.sqlite import FORMAT, SqliteJournal
+from nvrx.server.journals.sqlite import FORMAT, WAL_KEPT_BYTES, SqliteJournal
 from nvrx.server.journals.state_dir import FILE_NAME, WAL_SUFFIX
 
 from .damage import change, flip, flip_text, format_1, one_line, written
@@ -187,6 +187,18 @@ def test_the_log_is_empty_after_a_start(tmp_path: Path) -> None:
     journal = SqliteJournal(copy)
     assert (copy / (FILE_NAME + WAL_SUFFIX)).stat().st_size == 0
     assert list(journal.load()) == TWO_RUNS
+    journal.close()
+
+
+@pytest.mark.rule("J6")
+def test_the_log_is_cut_after_a_burst(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    log = tmp_path / (FILE_NAME + WAL_SUFFIX)
+    long = RunClosed(1.0, RunState.FAILED, "x" * WAL_KEPT_BYTES, 1)
+    journal.append([Row(R, Revision(1), long)])
+    assert log.stat().st_size > WAL_KEPT_BYTES
+    journal.append([Row(R, Revision(2), EXAMPLES[0])])
+    assert log.stat().st_size <= WAL_KEPT_BYTES
     journal.close()
 
 
