@@ -46,20 +46,18 @@ def probe(directory: Path) -> None:
     began = time.perf_counter()
     import nvrx.server.cli  # noqa: F401  # its imports are what is timed
     from nvrx.core.presence import StoreMode, Timing
-    from nvrx.server.app import load_undisturbed
     from nvrx.server.engine import Engine
     from nvrx.server.journals.sqlite import SqliteJournal
 
     imported = time.perf_counter()
     journal = SqliteJournal(directory, allow_network_file_system=True)
     opened = time.perf_counter()
-    gc.disable()
+    gc.disable()  # as the coordinator does
     for _ in journal.load():
         pass
-    gc.enable()
     read = time.perf_counter()
     engine = Engine(journal, clock=time.monotonic, wall=time.time, timing=Timing(), store=StoreMode.OFF)
-    load_undisturbed(engine)
+    engine.load()
     loaded = time.perf_counter()
     journal.close()
     times = {

@@ -94,16 +94,6 @@ class ServeConfig:
     allow_network_state: bool = False
 
 
-def load_undisturbed(engine: Engine) -> None:
-    """Take the runs from the journal. What is loaded stays: collections would only go through it again and again."""
-    gc.disable()
-    try:
-        engine.load()
-    finally:
-        gc.enable()
-    gc.freeze()
-
-
 def open_journal(config: ServeConfig) -> Journal:
     """The journal of a configuration. Raises JournalError."""
     if config.state_dir is None:
@@ -141,7 +131,7 @@ class Coordinator:
 
         Raises JournalError, AddressTaken or StoreNotStarted, and then nothing is left that was started.
         """
-        load_undisturbed(self.engine)
+        self.engine.load()
         self._register()
         listen = self._config.listen
         try:
@@ -280,6 +270,7 @@ async def serve(config: ServeConfig, version: str) -> None:
     """Run a coordinator in this process until SIGTERM, SIGINT or its end. Raises what `Coordinator.start` does."""
     _raise_descriptor_limit()
     gc.set_threshold(*_GC_THRESHOLDS)
+    gc.disable()
     journal = open_journal(config)
     coordinator = Coordinator(config, journal, version)
     loop = asyncio.get_running_loop()
@@ -290,5 +281,8 @@ async def serve(config: ServeConfig, version: str) -> None:
     except (JournalError, AddressTaken, StoreNotStarted):
         journal.close()
         raise
+    # What was loaded stays: collections would only go through it again and again.
+    gc.freeze()
+    gc.enable()
     print(f"nvrx-coord listening on {address}", flush=True)
     await coordinator.run()

@@ -70,8 +70,8 @@ def plus(mapping: Mapping[K, V], key: K, value: V) -> Grown[K, V]:
 def changed(record: Record, **changes: Any) -> Record:
     """A frozen dataclass with other values in some fields.
 
-    What `dataclasses.replace` gives, in a tenth of its time. Not for one that checks its fields when it is made; and what
-    it keeps worked out (a `cached_property`) must follow from fields that are not among those changed.
+    What `dataclasses.replace` gives, in a tenth of its time. Not for one that checks its fields when it is made; and
+    what it keeps worked out (a `cached_property`) must follow from fields that are not among those changed.
     """
     values = record.__dict__
     assert changes.keys() <= values.keys(), f"{type(record).__name__} has no {changes.keys() - values.keys()}"

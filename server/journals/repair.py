@@ -32,6 +32,7 @@ from .sqlite import (
 from .state_dir import FILE_NAME, SHM_SUFFIX, WAL_SUFFIX, hold
 
 _PATIENCE_S = 5.0
+_SCRATCH = ".repair-"
 _OF_THE_MACHINE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN}
 """What is no fault of the file: another time it may work."""
 
@@ -82,7 +83,9 @@ def repair(directory: Path, *, dry_run: bool) -> Repaired:
         )
     lock = hold(directory)
     try:
-        with tempfile.TemporaryDirectory(prefix=".repair-", dir=directory) as scratch:
+        for left in directory.glob(f"{_SCRATCH}*"):  # by one that was killed
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=directory) as scratch:
             return _repair(path, Path(scratch), dry_run)
     except OSError as error:
         raise JournalError(f"cannot repair the journal {path}: {error.strerror}: {error.filename}") from error

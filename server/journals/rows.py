@@ -33,7 +33,6 @@ _SET_HEAD = (
 )
 _INSERT = "INSERT INTO facts VALUES (CAST(? AS TEXT), ?, CAST(? AS TEXT), CAST(? AS TEXT), ?)"
 
-
 FILE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """What reading a file may raise; the second where SQLite names a damaged thing in its message."""
 
@@ -47,6 +46,7 @@ class Head:
 
 
 BEFORE_FIRST = Head(0, 0)
+"""Where a run stands that has no row."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,11 @@ class Checked:
 
 
 class Damaged(Exception):
-    """A row is not what was written. `run_id` None: it cannot be told which run comes next."""
+    """A row is not what was written; the message says which. `run_id` None: it cannot be told which run comes next."""
 
     def __init__(self, run_id: str | None, revision: int, problem: str) -> None:
         where = "the list of runs" if run_id is None else f"run {run_id} revision {revision}"
         super().__init__(f"{where}: {problem}")
-        self.run_id = run_id
-        self.revision = revision
 
 
 def told(error: Exception) -> str:
@@ -100,7 +98,11 @@ def heads(connection: sqlite3.Connection) -> dict[bytes, Head]:
     """Where each run ends. Raises Damaged."""
     try:
         with closing(connection.execute("SELECT run_id, revision, chain FROM heads")) as cursor:
-            return {_bytes(run_id): Head(revision, chain) for run_id, revision, chain in cursor}
+            return {
+                as_bytes(run_id): Head(revision, chain)
+                for run_id, revision, chain in cursor
+                if isinstance(revision, int) and isinstance(chain, int)
+            }
     except FILE_ERRORS as error:
         raise Damaged(None, 0, told(error)) from error
 
@@ -117,11 +119,14 @@ def run_ids(connection: sqlite3.Connection) -> Iterator[bytes]:
             raise Damaged(None, 0, told(error)) from error
         if found is None:
             return
-        last = _bytes(found[0])
-        yield last
+        run_id = as_bytes(found[0])
+        if run_id <= last:  # as SQLite orders what is no text
+            raise Damaged(None, 0, f"{readable(run_id)} comes after {readable(last)}")
+        yield run_id
+        last = run_id
 
 
-def _bytes(value: object) -> bytes:
+def as_bytes(value: object) -> bytes:
     """A text as the file has it; of a damaged row it may be anything."""
     return value if isinstance(value, bytes) else str(value).encode()
 

@@ -156,7 +156,8 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, str]:
         if cursor.fetchone()[0] == 0:
             return {}
     with closing(connection.execute("SELECT key, value FROM meta")) as cursor:
-        return {bytes(key).decode("utf-8", "replace"): bytes(value).decode("utf-8", "replace") for key, value in cursor}
+        found = {stored.as_bytes(key): stored.as_bytes(value) for key, value in cursor}
+    return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in found.items()}
 
 
 def format_problem(meta: Mapping[str, str]) -> str | None:

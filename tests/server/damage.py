@@ -29,13 +29,13 @@ def change(directory: Path, *statements: str) -> None:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def flip(directory: Path, start: Callable[[int], int], count: int) -> None:
-    """Turn all bits of `count` bytes; `start` is given the file's size."""
+def flip(directory: Path, start: Callable[[int], int], count: int, bits: int = 0xFF) -> None:
+    """Turn `bits` of `count` bytes; `start` is given the file's size."""
     path = directory / FILE_NAME
     content = bytearray(path.read_bytes())
     first = start(len(content))
     for place in range(first, first + count):
-        content[place] ^= 0xFF
+        content[place] ^= bits
     path.write_bytes(content)
 
 

@@ -110,6 +110,11 @@ _SWAPPED = """UPDATE facts SET
         ("UPDATE facts SET revision = revision - 1 WHERE run_id = 's' AND revision > 1", None),
         ("UPDATE facts SET run_id = 't' WHERE run_id = 's' AND revision = 5", "run s revision 5: the row is missing"),
         ("UPDATE facts SET run_id = 't' WHERE run_id = 's'", "run s revision 1: the run ends with revision"),
+        (
+            "UPDATE facts SET run_id = CAST('r' AS BLOB) WHERE run_id = 's' AND revision = 5",
+            "the list of runs: r comes after s",
+        ),
+        ("UPDATE heads SET revision = 'x' WHERE run_id = 's'", "nothing says where the run ends"),
         ("DELETE FROM facts WHERE run_id = 's'", "run s revision 1: the run ends with revision"),
         ("DELETE FROM facts WHERE run_id = 's' AND revision >= 20", "run s revision 20: the run ends with revision"),
         ("DELETE FROM heads WHERE run_id = 's'", "nothing says where the run ends"),
