@@ -31,7 +31,10 @@ _WIDTH = 11
 
 @dataclass(frozen=True)
 class Sample:
-    """One start, in seconds. `listening_s`, `answer_s`: the real process, from its start on; the others: the probe."""
+    """One start, in seconds. `listening_s`, `answer_s`: the real process, from its start on; the others: the probe.
+
+    `read_s`: all rows, decoded; `load_s`: the same, and replayed.
+    """
 
     imports_s: float
     open_s: float
@@ -39,6 +42,17 @@ class Sample:
     load_s: float
     listening_s: float
     answer_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The starts on one journal."""
+
+    members: int
+    cycles: int
+    rows: int
+    size_mb: float
+    samples: tuple[Sample, ...]
 
 
 def probe(directory: Path) -> None:
@@ -105,13 +119,13 @@ def measure(directory: Path, log: Path) -> Sample:
     return Sample(**json.loads(probed.stdout), **first_answer(directory, log))
 
 
-def table(found: Sequence[tuple[int, int, int, float, Sequence[Sample]]]) -> str:
+def table(found: Sequence[Measured]) -> str:
     names = list(Sample.__annotations__)
     heads = ["members", "cycles", "rows", "MB", *(name.removesuffix("_s") for name in names)]
     lines = ["seconds, medians", "".join(head.rjust(_WIDTH) for head in heads)]
-    for members, cycles, rows, size_mb, samples in found:
-        cells = [str(members), str(cycles), str(rows), f"{size_mb:.1f}"]
-        cells += [f"{median(getattr(one, name) for one in samples):.3f}" for name in names]
+    for one in found:
+        cells = [str(one.members), str(one.cycles), str(one.rows), f"{one.size_mb:.1f}"]
+        cells += [f"{median(getattr(sample, name) for sample in one.samples):.3f}" for name in names]
         lines.append("".join(cell.rjust(_WIDTH) for cell in cells))
     return "\n".join(lines)
 
@@ -144,18 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = write(directory, members, options.cycles, exits=options.exits)
             size_mb = sum(one.stat().st_size for one in directory.iterdir()) / 1e6
             say(f"{members} members, {options.cycles} cycles: {rows} rows, {size_mb:.1f} MB")
-            samples = [measure(directory, frame.scratch / "log") for _ in range(options.reps)]
-            found.append((members, options.cycles, rows, size_mb, samples))
+            samples = tuple(measure(directory, frame.scratch / "log") for _ in range(options.reps))
+            found.append(Measured(members, options.cycles, rows, size_mb, samples))
     print(table(found))
     if options.json:
-        options.json.write_text(
-            json.dumps(
-                [
-                    {"members": members, "cycles": cycles, "rows": rows, "samples": [asdict(one) for one in samples]}
-                    for members, cycles, rows, _, samples in found
-                ]
-            )
-        )
+        options.json.write_text(json.dumps([asdict(one) for one in found]))
     return 0
 
 
