@@ -16,7 +16,6 @@ from nvrx.core.invariants import check_state
 from nvrx.core.run import evolve
 from nvrx.server.journals.sqlite import SqliteJournal
 
-
 BENCH = str(Path(__file__).resolve().parents[2] / "bench" / "restart.py")
 
 
