@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from .budgets import backoff_s, spent
 from .facts import (
-    Cause,
     Endpoint,
     Placed,
     RunClosed,
@@ -21,7 +21,7 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
-from .narrate import MAX_NAMED, describe_failure, list_names
+from .narrate import MAX_NAMED, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Member, Run
@@ -54,9 +54,12 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     wait = _wait_for_nodes(run, presence, now)
     if wait is not None:
         return wait
-    spent = _spent_budget(run)
-    if spent is not None:
-        return RunClosed(now, RunState.FAILED, spent, 1)
+    over = spent(run)
+    if over is not None:
+        return RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
+    wait = _backoff(run, now)
+    if wait is not None:
+        return wait
     found = place_world(run, presence, now)
     if isinstance(found, Shortage):
         return _short(run, found, now)
@@ -99,7 +102,7 @@ def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequenc
                 _key(one, source),
                 one.info.replacement_group_id,
                 one.info.domain_id,
-                last_resort=presence.health_of(one.info.node_id) is Health.DEGRADED,
+                last_resort=_is_last_resort(run, presence, one.info.node_id),
             )
             for one in candidates
         ],
@@ -108,6 +111,11 @@ def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequenc
         Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
         gone,
     )
+
+
+def _is_last_resort(run: Run, presence: Presence, node_id: NodeId) -> bool:
+    """C1, D7: degraded and quarantined nodes are chosen last, not never."""
+    return presence.health_of(node_id) is Health.DEGRADED or node_id in run.quarantined
 
 
 def _promoted(run: Run) -> frozenset[NodeId]:
@@ -136,8 +144,10 @@ def absent(run: Run, presence: Presence, now: float) -> list[Absent]:
             continue
         if not member.is_live:
             why = member.membership.value.lower()
+        elif presence.health_of(node_id) is Health.UNHEALTHY:
+            why = "unhealthy"
         else:
-            why = "unhealthy" if presence.health_of(node_id) is Health.UNHEALTHY else "silent"
+            why = "suspect: it did not take up its place" if is_suspect(run, presence, node_id) else "silent"
         found.append(Absent(node_id, group, member.info.domain_id, why))
     return found
 
@@ -147,8 +157,21 @@ def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
     return [
         one
         for one in run.live_members()
-        if presence.is_fresh(one.info.node_id, now) and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+        if presence.is_fresh(one.info.node_id, now)
+        and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+        and not is_suspect(run, presence, one.info.node_id)
     ]
+
+
+def is_suspect(run: Run, presence: Presence, node_id: NodeId) -> bool:
+    """D12: the node did not take up its place in a cycle, and has not said since that it knows of it."""
+    found = run.suspected.get(node_id)
+    if found is None:
+        return False
+    member, cycle = run.live(node_id), run.find_cycle(found.cycle)
+    if member is None or cycle is None or member.info.incarnation != found.incarnation:
+        return False
+    return not presence.has_taken_up(node_id, found.cycle, cycle.ended_at or 0.0)
 
 
 def _source(run: Run, presence: Presence, now: float) -> OrderSource:
@@ -197,29 +220,12 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     return None
 
 
-def restarts_used(run: Run) -> int:
-    """Cycles of this life that workers ended by themselves; counted against `max_restarts` (rule D5)."""
-    return run.ended_by(Cause.WORKER_FAILED)
-
-
-def replacements_used(run: Run) -> int:
-    """Running cycles of this life ended by a lost or leaving node; against `max_replacements` (rule D5)."""
-    return run.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
-
-
-def _spent_budget(run: Run) -> str | None:
-    """D5: why there is no further cycle; None if there may be one."""
-    last = run.cycle
-    if last is None or last.failure is None or last.number < run.life_began_with:
+def _backoff(run: Run, now: float) -> Wait | None:
+    """D11: workers that die as soon as they run are started ever more slowly."""
+    cycle, pause_s = run.cycle, backoff_s(run)
+    if cycle is None or cycle.ended_at is None or now >= cycle.ended_at + pause_s:
         return None
-    settings = run.settings
-    happened = f"cycle {last.number}: {describe_failure(last.failure)}"
-    restarts, replaced = restarts_used(run), replacements_used(run)
-    if restarts > settings.max_restarts or settings.max_restarts == 0:
-        return f"{happened}; max_restarts {settings.max_restarts} is used up"
-    if settings.max_replacements is not None and replaced > settings.max_replacements:
-        return f"{happened}; max_replacements {settings.max_replacements} is used up"
-    return None
+    return Wait(f"workers fail soon after every start: the next waits {pause_s:g} s", cycle.ended_at + pause_s)
 
 
 def _key(member: Member, source: OrderSource) -> OrderKey:
@@ -365,4 +371,5 @@ def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoin
         seats=tuple(Seat(placed(one), GroupRank(rank)) for rank, one in enumerate(found.chosen)),
         standbys=tuple(Standby(placed(one.node_id), one.reason) for one in found.left_out),
         master=master,
+        remark=found.remark,
     )
