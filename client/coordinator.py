@@ -182,8 +182,8 @@ async def admission(
 ) -> tuple[Joined, Join] | None:
     """Join, retrying what may pass; None if `stopped` was set before an answer. Raises GivenUp.
 
-    `make_command` takes this node's address, and the incarnation that it is known to replace. A coordinator out of reach
-    is waited for until the join timeout, a seat still taken for two leases, a full run as long as it lives.
+    `make_command` takes this node's address, and the incarnation that it is known to replace. A coordinator out of
+    reach is waited for until the join timeout, a seat still taken for two leases, a full run as long as it lives.
     """
     patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
     began = time.monotonic()

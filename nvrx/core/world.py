@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 from .budgets import backoff_s, spent
@@ -25,6 +26,7 @@ from .narrate import MAX_NAMED, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Member, Run
+from .shape import RankPolicy, Shape
 from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
@@ -33,6 +35,7 @@ STOPPING_MARGIN_S = 2.0
 MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
+_REMEMBERED = 4
 RECENT_CYCLES = 4
 """A store's port serves no second cycle within these; a node offers more ports than these can use up."""
 
@@ -95,8 +98,9 @@ def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shorta
 
 def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequence[Absent] = ()) -> Placement | Shortage:
     source = run.order_source or settle_source([one.info.order_sources for one in candidates])
-    return place(
-        [
+    shape = run.shape
+    asked = _Question(
+        candidates=tuple(
             Candidate(
                 one.info.node_id,
                 _key(one, source),
@@ -105,12 +109,32 @@ def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequenc
                 last_resort=_is_last_resort(run, presence, one.info.node_id),
             )
             for one in candidates
-        ],
-        run.shape,
-        _previous(run),
-        Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
-        gone,
+        ),
+        form=(shape.min_nodes, shape.replacement_group_size, shape.segment_size, shape.rank_policy),
+        previous=tuple(_previous(run).items()),
+        wanted=Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
+        gone=tuple(gone),
+        shape=shape,
     )
+    return _answer(asked)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What `place` is asked. While no cycle is live the same is asked to decide, to explain and to set the timer."""
+
+    candidates: tuple[Candidate, ...]
+    form: tuple[int, int, int | None, RankPolicy]
+    previous: tuple[tuple[NodeId, GroupRank], ...]
+    wanted: Wanted
+    gone: tuple[Absent, ...]
+    shape: Shape = field(compare=False)
+    """Only what stands in `form` is asked of it."""
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _answer(asked: _Question) -> Placement | Shortage:
+    return place(asked.candidates, asked.shape, dict(asked.previous), asked.wanted, asked.gone)
 
 
 def _is_last_resort(run: Run, presence: Presence, node_id: NodeId) -> bool:
@@ -304,6 +328,7 @@ def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float
         and (member := run.live(seat.node.node_id)) is not None
         and member.info.incarnation == seat.node.incarnation
         and presence.is_fresh(seat.node.node_id, now)
+        and not is_suspect(run, presence, seat.node.node_id)
         and may_have_workers(run, cycle, seat.node.node_id, presence)
     }
     leaving = {name: at for name, at in until.items() if now < at}

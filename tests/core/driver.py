@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from nvrx.core.commands import Command, CycleExits, Join, Leave, Report, Tick
+from nvrx.core.commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, Tick
 from nvrx.core.decide import decide, is_news, next_deadline
 from nvrx.core.facts import Device, Fact, NodeInfo, NodeJoined, NodeLeft, NodeLost, RunOpened, WorkerExit
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId
@@ -261,6 +261,12 @@ class World:
         node = self.nodes[NodeId(name)]
         node.is_heard = False
         return self.submit(Leave(node.name, node.incarnation, "told to", stopped, grace_s))
+
+    def promote(self, name: str, *, immediate: bool = False) -> list[Fact]:
+        return self.submit(Promote(NodeId(name), immediate=immediate))
+
+    def drain(self, name: str, *, immediate: bool = False) -> list[Fact]:
+        return self.submit(Drain(NodeId(name), immediate))
 
     def restart_coordinator(self) -> None:
         """The coordinator is killed and comes back with its journal; nobody is connected yet (rule E5)."""
