@@ -43,7 +43,7 @@ _EXPELLING = {Reason.STALE_INCARNATION, Reason.UNKNOWN_NODE, Reason.UNKNOWN_RUN}
 
 @dataclass(frozen=True)
 class Actual:
-    """What the agent is doing now. `acknowledged`: the cycle of the assignment that it has."""
+    """What the agent is doing now. `acknowledged`: the cycle that it was told of last."""
 
     phase: AgentPhase
     cycle: CycleNumber | None

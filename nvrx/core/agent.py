@@ -94,9 +94,8 @@ class Agent:
 
     @property
     def acknowledged(self) -> CycleNumber | None:
-        """The cycle of the assignment that the coordinator told last (rule D12); None before the first."""
-        wanted = self.desired
-        return wanted.assignment.cycle if wanted is not None and wanted.assignment is not None else None
+        """The cycle that the coordinator told of last (rule D12); None before the first."""
+        return self.desired.cycle if self.desired is not None else None
 
     @property
     def has_processes(self) -> bool:

@@ -115,7 +115,7 @@ class NodePresence:
     health: Health = Health.HEALTHY
     connected_at: float | None = None
     acknowledged: CycleNumber | None = None
-    """The cycle of the assignment that it has; None where it does not tell."""
+    """The cycle that it knows of, from what it is to do; None where it does not tell."""
     progress: int | None = None
     """The furthest step of training that its workers told in `cycle`; None where they do not."""
 

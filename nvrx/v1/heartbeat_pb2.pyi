@@ -48,8 +48,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     cycle: builtins.int
     """Cycle that the phase is about; absent before the node has had one."""
     acknowledged_cycle: builtins.int
-    """Cycle of the assignment that the node has received last; absent before the first. A node that does not acknowledge
-    its assignment in time is passed over.
+    """Cycle of the desired state that the node has received last; absent before the first. A node that does not
+    acknowledge its assignment in time is passed over.
     """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerReport]:
