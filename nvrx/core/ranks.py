@@ -246,6 +246,11 @@ def node_reason(run: Run, member: Member) -> str:
     return f"quarantined: {found.reason}{kept}"
 
 
+def active_nodes(run: Run) -> int:
+    """How many members have a seat in the current cycle; a drained one may still be among them."""
+    return sum(1 for member in run.members.values() if _is_active(run, member))
+
+
 def _is_active(run: Run, member: Member) -> bool:
     """Whether a member has a seat in the current cycle."""
     cycle = run.cycle

@@ -12,7 +12,7 @@ from nvrx.core.facts import Fact, Failure, Placed, Standby
 from nvrx.core.ids import CycleNumber, Revision, first_rank, global_rank
 from nvrx.core.narrate import describe_failure, subject_of, tell
 from nvrx.core.presence import NodePresence
-from nvrx.core.ranks import MappedNode, WorkerPlace, mapped_nodes, node_reason, node_state, replacements
+from nvrx.core.ranks import MappedNode, WorkerPlace, active_nodes, mapped_nodes, node_reason, node_state, replacements
 from nvrx.core.run import Cycle, CycleState, Member, Run, SeatState
 from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 
@@ -192,7 +192,7 @@ def run_message(run: Run, states: Mapping[str, int], waiting: str) -> run_pb2.Ru
         state=common_pb2.RunState.Value(f"RUN_STATE_{run.state.value}"),
         shape=shape_message(run.shape),
         settings=settings_message(run.settings),
-        active_nodes=states.get("ACTIVE", 0),
+        active_nodes=active_nodes(run),
         standby_nodes=states.get("STANDBY", 0),
         restarts_used=restarts_used(run),
         replacements_used=replacements_used(run),

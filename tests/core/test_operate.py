@@ -9,7 +9,7 @@ from nvrx.core.commands import Drain, Promote, StopRun, Undrain
 from nvrx.core.facts import Cause, RunState
 from nvrx.core.ids import NodeId
 from nvrx.core.operate import preview
-from nvrx.core.ranks import Action, NodeState, node_state
+from nvrx.core.ranks import Action, NodeState, active_nodes, node_state
 from nvrx.core.refused import Reason, Refused
 
 from .driver import World, trained
@@ -111,6 +111,7 @@ def test_a_drained_node_stays_a_member_and_is_not_chosen() -> None:
     world.submit(Drain(n("n1")))
     assert world.active() == ["n0", "n1"]
     assert node_state(world.run, world.run.members[n("n1")]) is NodeState.DRAINING
+    assert active_nodes(world.run) == 2, "it trains on until the cycle ends"
     world.exit("n0", 0, 1)
     world.stopped("n1")
     assert world.active() == ["n0", "n2"]
