@@ -232,7 +232,7 @@ def test_workers_that_may_not_run_on_are_stopped_before_it_joins_again() -> None
 @pytest.mark.rule("E8")
 def test_kept_out_of_the_world_it_leaves_if_it_is_to() -> None:
     excluded = DesiredChanged(Desired(Action.WAIT, CycleNumber(1), None, "excluded: drained", excluded=True))
-    told = [run(0), stop(0), gone(0), excluded]
+    told: list[Observation] = [run(0), stop(0), gone(0), excluded]
     assert done(*told)[-1] == []
     left = done(*told, agent=Agent(leaves_when_excluded=True))[-1]
     assert left == [Leave("excluded: drained", workers_stopped=True), Exit(EXIT_EXCLUDED, "excluded: drained")]
