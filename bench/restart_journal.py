@@ -24,7 +24,7 @@ from nvrx.core.facts import (
     WorldChosen,
 )
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, Revision, RunId
-from nvrx.core.presence import AgentPhase, Presence, StoreMode
+from nvrx.core.presence import AgentPhase, Presence, StoreMode, Word
 from nvrx.core.run import Run, evolve
 from nvrx.core.shape import Settings, Shape
 from nvrx.core.topology import OrderSource
@@ -89,7 +89,7 @@ def facts(members: int, cycles: int, *, exits: bool) -> Iterator[Fact]:
         at += 10.0
         for one in run.live_members():
             presence.connected(one.info.node_id, at)
-            presence.heard(one.info.node_id, AgentPhase.RUNNING, CycleNumber(number), (), at)
+            presence.heard(one.info.node_id, Word(AgentPhase.RUNNING, CycleNumber(number)), at)
         chosen = next_world(run, presence, at)
         assert isinstance(chosen, WorldChosen), chosen
         running = CycleRunning(at, CycleNumber(number))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.core.budgets import replacements_used, restarts_used
 from nvrx.core.facts import CauseRevised, CycleRunning, Fact, NodeLost, RunClosed, WorldChosen
 from nvrx.core.ids import CycleNumber, NodeId, Revision
 from nvrx.core.invariants import check_state
@@ -20,7 +21,6 @@ from nvrx.core.presence import RECOVERY_AT_LEAST_S, AgentPhase
 from nvrx.core.ranks import Action
 from nvrx.core.refused import Refused
 from nvrx.core.run import CycleState, Run, SeatState, evolve
-from nvrx.core.world import replacements_used, restarts_used
 from nvrx.server.engine import Engine
 from nvrx.server.journals import Row
 from nvrx.server.journals.memory import MemoryJournal
