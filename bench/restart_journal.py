@@ -34,6 +34,8 @@ from nvrx.server.journals.sqlite import SqliteJournal
 
 RUN_ID = RunId("bench")
 WORKERS_PER_NODE = 8
+CYCLE_S = 60.0
+"""Longer than what counts as failing soon after the start."""
 _BATCH_ROWS = 5000
 
 
@@ -61,7 +63,8 @@ def _ended(run: Run, number: CycleNumber, at: float, exits: bool) -> Iterator[Fa
     """A worker fails, which ends the cycle; the agents stop the others."""
     cycle = run.cycle
     assert cycle is not None
-    first, *others = cycle.seats
+    first = cycle.seats[number % len(cycle.seats)]
+    others = [seat for seat in cycle.seats if seat is not first]
     failed = WorkerExit(LocalRank(0), 1, message="CUDA error", stderr_tail="Traceback (most recent call last)\n" * 20)
     yield WorkersExited(at, number, first.node.node_id, (failed,))
     yield CycleEnded(at, number, Failure(Cause.WORKER_FAILED, first.node.node_id, first.group_rank, LocalRank(0), 1))
@@ -86,7 +89,7 @@ def facts(members: int, cycles: int, *, exits: bool) -> Iterator[Fact]:
     for one in run.live_members():
         presence.joined(one.info.node_id, one.info.incarnation, at)
     for number in range(cycles):
-        at += 10.0
+        at += 2 * CYCLE_S
         for one in run.live_members():
             presence.connected(one.info.node_id, at)
             presence.heard(one.info.node_id, Word(AgentPhase.RUNNING, CycleNumber(number)), at)
@@ -97,7 +100,7 @@ def facts(members: int, cycles: int, *, exits: bool) -> Iterator[Fact]:
             yield fact
             run = evolve(run, fact)
         if number < cycles - 1:
-            for ending in _ended(run, CycleNumber(number), at, exits):
+            for ending in _ended(run, CycleNumber(number), at + CYCLE_S, exits):
                 yield ending
                 run = evolve(run, ending)
 
