@@ -11,7 +11,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import grpc
 
 from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 from nvrx.core.commands import Join
-from nvrx.core.endpoint import HostPort
+from nvrx.core.endpoint import HostPort, parse_endpoint
 from nvrx.core.ids import CycleNumber, RunId
 from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 from nvrx.core.refused import Reason, Refused
@@ -69,14 +69,16 @@ class Joined:
     journal_id: str
     lease_ttl_s: float
     heartbeat_interval_s: float
+    coordinators: tuple[HostPort, ...] = ()
 
 
 class Coordinator:
-    """The coordinator at one of `endpoints`."""
+    """The coordinator at one of `endpoints`, or at one that was learned of since."""
 
     def __init__(self, endpoints: tuple[HostPort, ...], token: str | None) -> None:
         self._endpoints = endpoints
         self._index = 0
+        self._leader: HostPort | None = None
         self.metadata = bearer(token)
         self._channel = self._open()
 
@@ -87,11 +89,22 @@ class Coordinator:
     def _open(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(str(self.endpoint), options=CHANNEL_OPTIONS)
 
+    def learn(self, others: Iterable[HostPort]) -> None:
+        """There are these coordinators, too: to be tried after those that were given."""
+        self._endpoints += tuple(one for one in dict.fromkeys(others) if one not in self._endpoints)
+
+    def heed(self, refused: Refused) -> None:
+        """A coordinator that does not lead may have said who does: turn there next."""
+        found = endpoints_in([refused.details.get("leader", "")] if refused.reason is Reason.NOT_LEADER else [])
+        self.learn(found)
+        self._leader = found[0] if found else None
+
     async def next_endpoint(self) -> None:
-        """Turn to the next of several coordinators."""
+        """Turn to the leader, if one was named, else to the next of several coordinators."""
         if len(self._endpoints) > 1:
             await self._channel.close()
-            self._index = (self._index + 1) % len(self._endpoints)
+            leader, self._leader = self._leader, None
+            self._index = (self._endpoints.index(leader) if leader else self._index + 1) % len(self._endpoints)
             self._channel = self._open()
 
     async def close(self) -> None:
@@ -122,6 +135,10 @@ class Coordinator:
             return await call()
         except grpc.aio.AioRpcError as error:
             refused = refused_from(error)
+            if refused is not None and refused.reason is Reason.NOT_LEADER:
+                self.heed(refused)
+                leader = refused.details.get("leader")
+                raise OutOfReach(f"it does not lead, {leader or 'and knows nobody who'} does") from error
             if refused is not None:
                 raise refused from error
             raise OutOfReach(describe(error)) from error
@@ -136,6 +153,7 @@ class Coordinator:
             response.journal_id,
             response.lease_ttl.ToNanoseconds() / 1e9,
             response.heartbeat_interval.ToNanoseconds() / 1e9,
+            endpoints_in(response.coordinators),
         )
 
     async def leave(self, run_id: RunId, command: Join, reason: str, stopped: bool, stop_grace_s: float) -> None:
@@ -192,7 +210,9 @@ async def admission(
     while True:
         try:
             command = make_command(advertised or await coordinator.local_address())
-            return await coordinator.join(run_id, command), command
+            joined = await coordinator.join(run_id, command)
+            coordinator.learn(joined.coordinators)
+            return joined, command
         except OutOfReach as error:
             waited = time.monotonic() - began
             text = f"coordinator {coordinator.endpoint} not reached: {error}"
@@ -222,6 +242,8 @@ async def admission(
                 text += "; trying again until the other's lease must be over"
             elif refused.reason is not Reason.SHUTTING_DOWN:
                 raise _final(refused) from refused
+            else:
+                await coordinator.next_endpoint()
         if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):
             log.warning("%s", text)
             said, said_at = text, time.monotonic()
@@ -230,6 +252,15 @@ async def admission(
                 await stopped.wait()
         if stopped.is_set():
             return None
+
+
+def endpoints_in(texts: Iterable[str]) -> tuple[HostPort, ...]:
+    """Coordinators as they were named; what is no address is passed over."""
+    found = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            found.append(parse_endpoint(text))
+    return tuple(found)
 
 
 def _final(refused: Refused) -> GivenUp:

@@ -41,6 +41,7 @@ _CODES = {
     Reason.UNKNOWN_CYCLE: code_pb2.NOT_FOUND,
     Reason.BAD_TOKEN: code_pb2.UNAUTHENTICATED,
     Reason.SHUTTING_DOWN: code_pb2.UNAVAILABLE,
+    Reason.NOT_LEADER: code_pb2.UNAVAILABLE,
     Reason.WATCH_TOO_SLOW: code_pb2.RESOURCE_EXHAUSTED,
     Reason.STORE_OFF: code_pb2.FAILED_PRECONDITION,
     Reason.STORE_DOWN: code_pb2.UNAVAILABLE,

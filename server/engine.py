@@ -33,6 +33,8 @@ log = logging.getLogger("nvrx.coord")
 
 MAX_RUNS = 1000
 MAX_WATCHED = 4096
+ONLY_TERM = 1
+"""One coordinator leads for ever; several take turns, each with a term of its own."""
 DEFAULT_RUN = RunId("default")
 _PULSE_S = 0.25
 _STALL_S = 0.25
@@ -123,6 +125,7 @@ class Engine:
         timing: Timing,
         store: StoreMode,
         declared_run: RunId | None = None,
+        term: int = ONLY_TERM,
     ) -> None:
         self._journal = journal
         self._clock = clock
@@ -130,6 +133,7 @@ class Engine:
         self.timing = timing
         self._store = store
         self.declared_run = declared_run
+        self.term = term
         self.runs: dict[RunId, Hosted] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._writer = ThreadPoolExecutor(1, "nvrx-journal")

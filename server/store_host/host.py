@@ -75,6 +75,8 @@ class StoreConfig:
     log_file: Path
     lasting_port: int = 0
     cycle_ports: PortRange | None = None
+    is_one_of_several: bool = False
+    """Cycles may have stores at other coordinators' addresses, which are not this one's to judge (rule E6)."""
 
 
 @dataclass
@@ -146,7 +148,8 @@ class StoreHost:
         """Note what a run needs now."""
         run = hosted.run
         followed = self._runs.setdefault(run.run_id, _Followed())
-        in_use, given = ports_in_use(run, hosted.presence), hosted_ports(run)
+        at = self._config.address if self._config.is_one_of_several else None
+        in_use, given = ports_in_use(run, hosted.presence, at), hosted_ports(run)
         ready = [port for port in followed.ready if port not in given]
         if (in_use, run.is_open, ready) == (followed.in_use, followed.is_open, followed.ready) and followed.told.ports:
             return
@@ -414,9 +417,12 @@ class StoreHost:
             await self._control.close()
         self._let_go()
 
-    async def close(self) -> None:
-        """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too."""
-        if any(run.in_use or run.is_open for run in self._runs.values()):
+    async def close(self, *, is_deposed: bool = False) -> None:
+        """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too.
+
+        `is_deposed`: whether it ends is for the next leader to say, which may be on this host and have it already.
+        """
+        if is_deposed or any(run.in_use or run.is_open for run in self._runs.values()):
             if self._control is not None:
                 await self._control.close()
         else:

@@ -19,10 +19,11 @@ from grpc_status import rpc_status
 from nvrx.channel import CHANNEL_OPTIONS, bearer
 from nvrx.core.endpoint import HostPort
 from nvrx.core.presence import StoreMode, Timing
-from nvrx.server.app import Coordinator, ServeConfig
+from nvrx.server.app import Coordinator
 from nvrx.server.journals import Journal
 from nvrx.server.journals.memory import MemoryJournal
 from nvrx.server.journals.sqlite import SqliteJournal
+from nvrx.server.settings import ServeConfig
 from nvrx.v1 import (
     common_pb2,
     heartbeat_pb2,
