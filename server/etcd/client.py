@@ -176,20 +176,22 @@ class Etcd:
         """Ask one member after the other until one answers. Raises EtcdError."""
         give_up_at = time.monotonic() + within_s
         tried = 0
+        why = "no time was left to ask"
         while True:
-            member = self._members[self._index]
             left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                raise EtcdDown(f"etcd not reached: {why}")
+            member = self._members[self._index]
             try:
                 if self._access.user is not None and member.token is None:
-                    await self._authenticate(member, max(0.0, min(try_s, left_s)))
-                return await ask(member, max(0.0, min(try_s, left_s)))
+                    await self._authenticate(member, min(try_s, left_s))
+                return await ask(member, min(try_s, left_s))
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED and member.token is not None:
                     member.token = None  # it was given one, which is over: etcd forgets unused ones after minutes
                 elif error.code() not in _ELSEWHERE:
                     raise EtcdError(f"etcd at {member.target} refuses: {_why(error)}") from error
-                if time.monotonic() >= give_up_at:
-                    raise EtcdDown(f"etcd at {member.target} not reached: {describe(error)}") from error
+                why = f"{member.target}: {describe(error)}"
             self._turn_from(member)
             tried += 1
             if tried % len(self._members) == 0:

@@ -184,7 +184,7 @@ def _pack(batch: int, row: Row) -> bytes:
         body, form = zlib.compress(body), _DEFLATED
     if len(body) > MAX_BYTES:
         raise JournalError(
-            f"cannot keep {kind_of(row.fact)} of run {row.run_id} in etcd: it takes {len(body)} bytes, at most {MAX_BYTES}"
+            f"cannot keep {kind_of(row.fact)} of run {row.run_id} in etcd: {len(body)} bytes, at most {MAX_BYTES}"
             " fit; use --state-dir for a run of this size"
         )
     return b"%d %s %s\n%s" % (batch, kind_of(row.fact).encode(), form, body)
