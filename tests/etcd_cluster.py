@@ -5,6 +5,7 @@ Everything lies in a temporary folder and is ended by pid. Knows nothing of coor
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from nvrx.server.etcd.address import EtcdAddress, parse_etcd
+from nvrx.server.etcd.client import Etcd
 
 ETCD = shutil.which("etcd")
 START_WITHIN_S = 30.0
@@ -99,10 +101,23 @@ class EtcdCluster:
     def address(self, prefix: str) -> EtcdAddress:
         return parse_etcd(self.state(prefix))
 
+    def wait_until_whole(self) -> None:
+        """Wait until every member answers, and so takes part."""
+        for member in self.members:
+            asyncio.run(_answers(self.state("x", [member.port])))
+
     def close(self) -> None:
         for member in self.members:
             member.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+async def _answers(state: str) -> None:
+    etcd = Etcd(parse_etcd(state))
+    try:
+        await etcd.range("x", within_s=START_WITHIN_S)
+    finally:
+        await etcd.close()
 
 
 class Proxy:
