@@ -144,6 +144,7 @@ class Proxy:
         other: dict[socket.socket, socket.socket] = {}
         with self._listener:
             while True:
+                watched: list[int | socket.socket]
                 watched = [self._wake_read] if self._is_cut.is_set() else [self._wake_read, self._listener, *other]
                 ready, _, _ = select.select(watched, [], [])
                 for one in ready:

@@ -31,8 +31,12 @@ class Election:
         self._coordinators_key = f"{etcd.address.prefix}/coordinators/"
         self.leader: str | None = None
         """The leader's address as last seen; None while none is known."""
-        self.coordinators: tuple[str, ...] = ()
-        """All coordinators' addresses as last seen, the leader's first."""
+        self._others: frozenset[str] = frozenset()
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """All coordinators' addresses as last seen; one's own comes first, for only the leader tells them."""
+        return (str(self._own), *sorted(self._others))
 
     async def register(self, lease: Lease) -> None:
         """Be known as a coordinator while the lease lasts. Raises EtcdError."""
@@ -72,6 +76,5 @@ class Election:
                 log.debug("the list of coordinators is not renewed: %s", error)
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
-            addresses = {one.value.decode(errors="replace") for one in found.kvs}
-            self.coordinators = tuple(sorted(addresses, key=lambda one: (one != self.leader, one)))
+            self._others = frozenset(one.value.decode(errors="replace") for one in found.kvs) - {str(self._own)}
             await self._etcd.changed(self._coordinators_key, end, after=found.header.revision, within_s=lease.ttl_s)

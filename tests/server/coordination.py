@@ -327,7 +327,7 @@ def _is_about(desired: heartbeat_pb2.DesiredState, cycle: int) -> bool:
     return desired.HasField("cycle") and desired.cycle == cycle
 
 
-async def world(served: Served, count: int = 3, *, cycle: int = 0, active: int = 2, **given: Any) -> list[HandAgent]:
+async def world(served: Remote, count: int = 3, *, cycle: int = 0, active: int = 2, **given: Any) -> list[HandAgent]:
     """`count` agents (MAX of the run) that joined; the first `active` of them run the workers of `cycle`."""
     agents = [HandAgent(served, f"n{number}", **given) for number in range(count)]
     for agent in agents:
