@@ -196,6 +196,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     problem = name_problem("--run-id", given["run_id"]) if given["run_id"] else None
     if problem is not None:
         raise Failed(problem, EXIT_USAGE)
+    etcd = _etcd_state(given, listen)
     token = token_in(given["token_file"])
     if not listen.is_loopback and token is None:
         if not given["insecure"]:
@@ -218,7 +219,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
         token=token,
         once=given["once"],
         allow_network_state=given["allow_network_state"],
-        etcd=_etcd_state(given, listen),
+        etcd=etcd,
     )
 
 

@@ -55,8 +55,8 @@ def parse_etcd(text: str) -> EtcdAddress:
 
 
 def _endpoint(text: str, whole: str) -> HostPort:
-    has_port = re.search(r":[0-9]+$", text) is not None and (text.count(":") == 1 or "]:" in text)
+    lacks_port = ":" not in text or text.endswith("]")
     try:
-        return parse_endpoint(text if has_port else f"{text}:{DEFAULT_PORT}")
+        return parse_endpoint(f"{text}:{DEFAULT_PORT}" if lacks_port else text)
     except ValueError as error:
         raise ValueError(f"{whole[:128]!a}: {error}; {_EXAMPLE}") from error

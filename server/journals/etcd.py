@@ -33,7 +33,7 @@ DEFLATE_ABOVE = 4096
 """Bytes. Small rows stay legible for etcdctl; the world of thousands of nodes shrinks to a tenth and less."""
 PAGE_ROWS = 256
 _REVISION_DIGITS = 20
-_OPEN_WITHIN_S = 10.0
+_OPEN_WITHIN_S = 5.0
 _PLAIN, _DEFLATED = b"json", b"zlib"
 
 Answer = TypeVar("Answer")
