@@ -24,7 +24,7 @@ from nvrx.core.ids import CycleNumber, RunId
 from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S
-from nvrx.errors import refused_from
+from nvrx.errors import leader_named_in, refused_from
 from nvrx.v1 import (
     common_pb2,
     heartbeat_pb2_grpc,
@@ -43,6 +43,7 @@ SAY_EVERY_S = 5.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 1.0
 FULL_RETRY_S = 2.0
+MAX_LEARNED = 32
 EXIT_REFUSED = 3
 EXIT_NEVER_REACHED = 4
 
@@ -76,35 +77,40 @@ class Coordinator:
     """The coordinator at one of `endpoints`, or at one that was learned of since."""
 
     def __init__(self, endpoints: tuple[HostPort, ...], token: str | None) -> None:
-        self._endpoints = endpoints
+        self._given = endpoints
+        self._learned: tuple[HostPort, ...] = ()
         self._index = 0
+        """Of whose turn it was in the round; whoever was named as the leader comes out of turn."""
+        self.endpoint = endpoints[0]
         self._leader: HostPort | None = None
         self.metadata = bearer(token)
         self._channel = self._open()
 
-    @property
-    def endpoint(self) -> HostPort:
-        return self._endpoints[self._index]
-
     def _open(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(str(self.endpoint), options=CHANNEL_OPTIONS)
 
+    @property
+    def _endpoints(self) -> tuple[HostPort, ...]:
+        return self._given + self._learned
+
     def learn(self, others: Iterable[HostPort]) -> None:
-        """There are these coordinators, too: to be tried after those that were given."""
-        self._endpoints += tuple(one for one in dict.fromkeys(others) if one not in self._endpoints)
+        """There are these coordinators, too: to be tried after those that were given. Of many the latest are kept."""
+        fresh = (one for one in dict.fromkeys(others) if one not in self._endpoints)
+        self._learned = (*self._learned, *fresh)[-MAX_LEARNED:]
 
     def heed(self, refused: Refused) -> None:
         """A coordinator that does not lead may have said who does: turn there next."""
-        found = endpoints_in([refused.details.get("leader", "")] if refused.reason is Reason.NOT_LEADER else [])
-        self.learn(found)
-        self._leader = found[0] if found else None
+        self._leader = leader_named_in(refused)
+        self.learn([self._leader] if self._leader is not None else [])
 
     async def next_endpoint(self) -> None:
         """Turn to the leader, if one was named, else to the next of several coordinators."""
         if len(self._endpoints) > 1:
             await self._channel.close()
             leader, self._leader = self._leader, None
-            self._index = (self._endpoints.index(leader) if leader else self._index + 1) % len(self._endpoints)
+            if leader is None:
+                self._index = (self._index + 1) % len(self._endpoints)
+            self.endpoint = leader or self._endpoints[self._index]
             self._channel = self._open()
 
     async def close(self) -> None:
@@ -137,8 +143,7 @@ class Coordinator:
             refused = refused_from(error)
             if refused is not None and refused.reason is Reason.NOT_LEADER:
                 self.heed(refused)
-                leader = refused.details.get("leader")
-                raise OutOfReach(f"it does not lead, {leader or 'and knows nobody who'} does") from error
+                raise OutOfReach(f"it does not lead, {self._leader or 'and knows nobody who'} does") from error
             if refused is not None:
                 raise refused from error
             raise OutOfReach(describe(error)) from error
@@ -153,7 +158,7 @@ class Coordinator:
             response.journal_id,
             response.lease_ttl.ToNanoseconds() / 1e9,
             response.heartbeat_interval.ToNanoseconds() / 1e9,
-            endpoints_in(response.coordinators),
+            _endpoints_in(response.coordinators),
         )
 
     async def leave(self, run_id: RunId, command: Join, reason: str, stopped: bool, stop_grace_s: float) -> None:
@@ -254,7 +259,7 @@ async def admission(
             return None
 
 
-def endpoints_in(texts: Iterable[str]) -> tuple[HostPort, ...]:
+def _endpoints_in(texts: Iterable[str]) -> tuple[HostPort, ...]:
     """Coordinators as they were named; what is no address is passed over."""
     found = []
     for text in texts:

@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 
 from nvrx.channel import CHANNEL_OPTIONS, Metadata, describe
 from nvrx.commandline import Failed
-from nvrx.core.endpoint import HostPort, parse_endpoint
+from nvrx.core.endpoint import HostPort
 from nvrx.core.refused import Reason
-from nvrx.errors import refused_from
+from nvrx.errors import leader_named_in, refused_from
 from nvrx.v1 import common_pb2, promote_pb2_grpc, rank_map_pb2, rank_map_pb2_grpc, run_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
@@ -42,6 +42,7 @@ class Viewer:
 
     def __init__(self, endpoints: tuple[HostPort, ...], run_id: str, metadata: Metadata) -> None:
         self._endpoints = list(endpoints)
+        self._index = 0
         self.endpoint = endpoints[0]
         self.run_id = run_id
         self._metadata = metadata
@@ -54,18 +55,27 @@ class Viewer:
         return grpc.insecure_channel(str(self.endpoint), options=CHANNEL_OPTIONS)
 
     def call(self, method: Callable[..., Any], request: Message, *, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """Make a call, at the leader. Raises Failed with one line where it is refused or not answered."""
+        """Make a call, at the leader. Raises Failed with one line where it is refused or not answered.
+
+        A new leader is waited for as long as some coordinator answers.
+        """
         give_up_at = time.monotonic() + ELECTION_TIMEOUT_S
-        tried = 0
+        tried: set[HostPort] = set()
+        somebody_follows = False
         while True:
+            tried.add(self.endpoint)
             try:
                 return method(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.RpcError as error:
-                if time.monotonic() >= give_up_at or not self.turn_from(error):
-                    raise self.failed(error) from error
-            tried += 1
-            if tried % len(self._endpoints) == 0:
-                time.sleep(_LOOK_AGAIN_S)
+                failed = self.failed(error)
+                somebody_follows |= _is_from_follower(error)
+                if not self.turn_from(error):
+                    raise failed from error
+                if self.endpoint in tried:
+                    if time.monotonic() >= give_up_at or not somebody_follows:
+                        raise failed from error
+                    time.sleep(_LOOK_AGAIN_S)
+                    tried, somebody_follows = set(), False
 
     def turn_from(self, error: grpc.RpcError) -> bool:
         """Turn to another coordinator after a call failed; false where none would answer otherwise."""
@@ -73,15 +83,12 @@ class Viewer:
         if error.code() not in _ELSEWHERE:
             return False
         refused = refused_from(error)
-        if refused is not None and refused.reason is Reason.NOT_LEADER and "leader" in refused.details:
-            leader = parse_endpoint(refused.details["leader"])
-            if leader not in self._endpoints:
-                self._endpoints.append(leader)
-            self.endpoint = leader
-        elif len(self._endpoints) > 1:
-            self.endpoint = self._endpoints[(self._endpoints.index(self.endpoint) + 1) % len(self._endpoints)]
-        else:
+        leader = leader_named_in(refused) if refused is not None else None
+        if len(self._endpoints) == 1 and self.endpoint == self._endpoints[0] and not _is_from_follower(error):
             return False
+        if leader is None:
+            self._index = (self._index + 1) % len(self._endpoints)
+        self.endpoint = leader or self._endpoints[self._index]
         self.channel.close()
         self.channel = self._open()
         return True
@@ -111,3 +118,9 @@ class Viewer:
             whole.nodes.extend(page.rank_map.nodes)
             whole.standbys.extend(page.rank_map.standbys)
         return whole
+
+
+def _is_from_follower(error: grpc.RpcError) -> bool:
+    assert isinstance(error, grpc.Call)
+    refused = refused_from(error)
+    return refused is not None and refused.reason is Reason.NOT_LEADER

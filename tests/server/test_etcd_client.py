@@ -25,6 +25,10 @@ from tests.etcd_cluster import EtcdCluster
 from .etcd_term import TTL_S, WAIT_S, term
 
 PASSWORD = "wonder:land"
+NO_ADDRESSES = [
+    *("", "h:1", "http://h:1", "etcd:h:1", "etcd://", "etcd:///x", "etcd://h:1,", "etcd://h:", "etcd://h:x"),
+    *("etcd://h:99999", "etcd://::1:9", "etcd://h:1,h:1", "etcd://h,h:2379", "etcd://h/a//b", "etcd://h/ä"),
+]
 
 
 @contextlib.asynccontextmanager
@@ -62,26 +66,7 @@ def test_addresses_of_etcd(text: str, endpoints: list[str], prefix: str) -> None
 
 
 @pytest.mark.rule("E6")
-@pytest.mark.parametrize(
-    "text",
-    [
-        "h:1",
-        "http://h:1",
-        "etcd:h:1",
-        "etcd://",
-        "etcd:///x",
-        "etcd://h:1,",
-        "etcd://h:",
-        "etcd://h:x",
-        "etcd://h:99999",
-        "etcd://::1:9",
-        "etcd://h:1,h:1",
-        "etcd://h,h:2379",
-        "etcd://h/a//b",
-        "etcd://h/ä",
-        "etcd://h;1",
-    ],
-)
+@pytest.mark.parametrize("text", NO_ADDRESSES)
 def test_what_is_no_address_of_etcd(text: str) -> None:
     with pytest.raises(ValueError, match="etcd") as seen:
         parse_etcd(text)

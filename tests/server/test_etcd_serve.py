@@ -86,6 +86,14 @@ async def test_views_and_commands_find_the_leader(one_etcd: EtcdCluster, tmp_pat
         await remote.channel.close()
 
 
+@pytest.mark.rule("E6")
+def test_where_no_coordinator_answers_a_view_ends_after_one_round() -> None:
+    done = run("status", "--coordinator", "127.0.0.1:1,127.0.0.1:2")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "not reached: connection refused" in done.stderr
+
+
 async def until_it_leads(remote: Remote) -> None:
     watch = health_pb2_grpc.HealthStub(remote.channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
     async for answer in watch:
