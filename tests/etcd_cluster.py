@@ -6,7 +6,6 @@ Everything lies in a temporary folder and is ended by pid. Knows nothing of coor
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import shutil
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.etcd import plan
 from nvrx.server.etcd.address import EtcdAddress, parse_etcd
 from nvrx.server.etcd.client import Etcd
 
@@ -37,15 +37,6 @@ def require_etcd() -> str:
             pytest.fail(missing)
         pytest.skip(missing)
     return ETCD
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Member:
@@ -80,18 +71,12 @@ class EtcdCluster:
 
     def __init__(self, size: int, *options: str, scheme: str = "http") -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="nvrx-etcd-"))
-        self.members: list[Member] = []
-        ports = free_ports(2 * size)
-        clients, peers = ports[:size], ports[size:]
-        everybody = ",".join(f"m{index}=http://127.0.0.1:{port}" for index, port in enumerate(peers))
-        for index in range(size):
-            client, peer = f"{scheme}://127.0.0.1:{clients[index]}", f"http://127.0.0.1:{peers[index]}"
-            argv = [require_etcd(), "--name", f"m{index}", "--data-dir", str(self.directory / f"m{index}")]
-            argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
-            argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-            argv += ["--initial-cluster", everybody, "--initial-cluster-state", "new", "--logger", "zap"]
-            argv += ["--heartbeat-interval", str(ELECTION_MS // 10), "--election-timeout", str(ELECTION_MS)]
-            self.members.append(Member([*argv, *options], clients[index], self.directory / f"m{index}.log"))
+        self.members = [
+            Member(one.argv, one.port, self.directory / f"m{index}.log")
+            for index, one in enumerate(
+                plan(require_etcd(), self.directory, size, election_ms=ELECTION_MS, scheme=scheme, options=options)
+            )
+        ]
 
     def state(self, prefix: str, ports: Sequence[int] | None = None) -> str:
         """What `--state` takes."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.etcd_cluster import EtcdCluster, free_ports
+from bench.etcd import free_ports
+from tests.etcd_cluster import EtcdCluster
 
 from .coordination import WAIT_S, HandAgent, Remote
 from .programs import coordinator, run
