@@ -44,20 +44,21 @@ class Candidate:
         self._version = version
         self._stopping = asyncio.Event()
         self._is_over = False
-        self._office: Office | None = None
+        self.office: Office | None = None
+        """While it leads, or is about to."""
         self._etcd = Etcd(self._state.address, self._state.access)
         self._desk = Desk(SERVICES, lambda: not_leading(self.address, self._election.leader))
         interceptors = [RequireToken(config.token)] if config.token is not None else []
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
-        self._journal_id = JournalId("")
+        self.journal_id = JournalId("")
         self.address = config.listen
         self._election = Election(self._etcd, self.address)
 
     async def start(self) -> HostPort:
         """Reach etcd and listen, as a follower; the address with its real port. Raises JournalError, AddressTaken."""
         try:
-            self._journal_id = await shared_journal_id(self._etcd)
+            self.journal_id = await shared_journal_id(self._etcd)
             listening = listen_on(self._server, self._config.listen)
         except BaseException:
             await self._etcd.close()
@@ -120,8 +121,8 @@ class Candidate:
         await self._election.register(lease)
         term = await self._election.win(lease)
         log.info("coordinator %s leads in term %d", self.address, term)
-        journal = EtcdJournal(self._etcd, self._journal_id, self._election.leader_key, term, lease)
-        office = self._office = Office(
+        journal = EtcdJournal(self._etcd, self.journal_id, self._election.leader_key, term, lease)
+        office = self.office = Office(
             self._config, journal, self._version, term=term, coordinators=lambda: self._election.coordinators
         )
         await office.load()
@@ -134,7 +135,7 @@ class Candidate:
 
     async def _leave_office(self, is_deposed: bool) -> None:
         self._election.forget()
-        office, self._office = self._office, None
+        office, self.office = self.office, None
         if office is not None:
             await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             office.end_streams()

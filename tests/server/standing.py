@@ -44,6 +44,15 @@ class Standing(Remote):
                 return
         raise AssertionError("its health did not become so")
 
+    async def stores_lost(self, port: int) -> None:
+        """Wait until it knows that a store of the run's is gone."""
+        office = self.candidate.office
+        assert office is not None
+        seen = asyncio.Event()
+        office.engine.observers.append(lambda hosted: seen.set() if port in hosted.presence.stores.lost else None)
+        async with asyncio.timeout(WAIT_S):
+            await seen.wait()
+
     async def leads(self) -> None:
         await self.becomes(SERVING)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -196,8 +198,11 @@ async def test_two_coordinators_on_one_host_hand_the_store_process_on(prefix: Et
 
 
 @pytest.mark.rule("E6", "I6")
-async def test_a_leader_on_another_host_has_a_store_of_its_own(prefix: EtcdAddress, tmp_path: Path) -> None:
-    """The running cycle keeps the store it has; a worker's failure there is not blamed on the store."""
+@pytest.mark.parametrize("survives", [True, False])
+async def test_a_leader_on_another_host_has_a_store_of_its_own(
+    prefix: EtcdAddress, tmp_path: Path, survives: bool
+) -> None:
+    """The running cycle keeps the store it has. A worker's failure there is blamed on the store if that has died."""
     first_host: dict[str, Any] = {"host": "127.0.0.1", "runtime_dir": str(tmp_path / "1")}
     second_host: dict[str, Any] = {"host": "127.0.0.2", "runtime_dir": str(tmp_path / "2")}
     async with standing(prefix, store=StoreMode.BRIDGE, **first_host) as first:
@@ -206,6 +211,8 @@ async def test_a_leader_on_another_host_has_a_store_of_its_own(prefix: EtcdAddre
             agents = await world(first)
             before = (await agents[0].until(RUN_WORKERS, 0)).desired.assignment
             assert before.master_address == "127.0.0.1"
+            record = read_record(paths_for(first_host["runtime_dir"], second.candidate.journal_id))
+            assert record is not None
             worker = await StoreClient.connect(before.master_address, before.master_port)
             await worker.set("k", b"v")
             first.candidate.stop()
@@ -216,10 +223,15 @@ async def test_a_leader_on_another_host_has_a_store_of_its_own(prefix: EtcdAddre
                 told = (await agent.open()).desired.assignment
                 assert told.master_port in {before.master_port, 0}  # 0: it stands by
             assert await worker.get("k") == b"v"
+            if not survives:
+                os.kill(record.pid, signal.SIGKILL)
+                await second.stores_lost(before.master_port)
             await agents[0].report(exited(0, 1))
             after = (await agents[1].until(RUN_WORKERS, 1)).desired.assignment
             assert after.master_address == "127.0.0.2"
-            assert (await second.rank_map(0)).failure.cause == common_pb2.CAUSE_WORKER_FAILED
+            cause = common_pb2.CAUSE_WORKER_FAILED if survives else common_pb2.CAUSE_STORE_LOST
+            assert (await second.rank_map(0)).failure.cause == cause
+            assert (await second.run_state()).restarts_used == (1 if survives else 0)
             other = await StoreClient.connect(after.master_address, after.master_port)
             assert await other.count() == 0
             other.close()
