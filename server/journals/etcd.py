@@ -1,18 +1,20 @@
 """The journal that several coordinators share: each fact a key in etcd, written by the leader alone (rule E6).
 
 Below the prefix: `journal` (format and id), `committed` (number of the last batch that is whole) and
-`runs/<run>/facts/<revision>`. Every transaction compares the leader's key: who no longer leads writes nothing. A batch
-too large for one transaction goes in parts, `committed` with the last; rows of a later batch do not count, and the next
-leader removes them. Called from threads; the calls to etcd are made on the loop.
+`runs/<run>/facts/<revision>`, of a large fact followed by `<revision>.001` and so on. Every transaction compares the
+leader's key: who no longer leads writes nothing. A batch too large for one transaction goes in parts, `committed` with
+the last; rows of a later batch do not count, and the next leader removes them. Called from threads; the calls to etcd
+are made on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import uuid
 import zlib
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,10 +31,14 @@ MAX_OPERATIONS = 120
 """Of a transaction; etcd's own default is 128."""
 MAX_BYTES = 1024 * 1024
 """Of a transaction's keys and values; etcd's own default is 1.5 MiB for the whole request."""
+PIECE_BYTES = MAX_BYTES - 4096
+"""Of a row: a larger one is cut, with room left for the key and the header."""
+MAX_PIECES = 16
 DEFLATE_ABOVE = 4096
 """Bytes. Small rows stay legible for etcdctl; the world of thousands of nodes shrinks to a tenth and less."""
 PAGE_ROWS = 256
 _REVISION_DIGITS = 20
+_INDEX_DIGITS = 3
 _OPEN_WITHIN_S = 5.0
 _PLAIN, _DEFLATED = b"json", b"zlib"
 
@@ -65,12 +71,18 @@ async def shared_journal_id(etcd: Etcd, *, within_s: float = _OPEN_WITHIN_S) -> 
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A row as it lies in etcd."""
+class _Piece:
+    """A key and its value: a row, or one of several pieces of a large one."""
 
     key: str
+    run_id: RunId
+    revision: Revision
     batch: int
-    row: Row
+    kind: str
+    form: bytes
+    index: int
+    count: int
+    body: bytes
 
 
 class EtcdJournal:
@@ -92,29 +104,28 @@ class EtcdJournal:
 
     def load(self) -> Iterator[Row]:
         self._committed = self._on_loop(self._read_committed())
-        expected: dict[RunId, int] = {}
         unfinished: list[str] = []
-        begin = self._runs_key
-        while begin:
-            page = self._on_loop(self._page(begin, end_of(self._runs_key), PAGE_ROWS))
-            for one in page:
-                if one.batch > self._committed:
-                    unfinished.append(one.key)
-                    continue
-                wanted = expected.get(one.row.run_id, 1)
-                if one.row.revision != wanted:
-                    raise JournalError(
-                        f"the journal {self._etcd.address} lacks revision {wanted} of run {one.row.run_id}; restore it "
-                        "from a snapshot of etcd"
-                    )
-                expected[one.row.run_id] = wanted + 1
-                yield one.row
-            begin = f"{page[-1].key}\0" if len(page) == PAGE_ROWS else ""
+        expected: dict[RunId, int] = {}
+        everything = self._pieces(self._runs_key, end_of(self._runs_key), PAGE_ROWS)
+        for row in self._whole(self._kept(everything, unfinished)):
+            wanted = expected.get(row.run_id, 1)
+            if row.revision != wanted:
+                raise JournalError(
+                    f"the journal {self._etcd.address} lacks revision {wanted} of run {row.run_id}; restore it from a "
+                    "snapshot of etcd"
+                )
+            expected[row.run_id] = wanted + 1
+            yield row
         self._on_loop(self._remove(unfinished))
 
     def append(self, rows: Sequence[Row]) -> None:
         batch = self._committed + 1
-        parts = _parts([(self._key(row.run_id, row.revision), _pack(batch, row)) for row in rows])
+        pairs = [
+            (self._key(row.run_id, row.revision, index), value)
+            for row in rows
+            for index, value in enumerate(_pack(batch, row))
+        ]
+        parts = _parts(pairs)
         parts[-1].append((self._committed_key, str(batch).encode()))
         for part in parts:
             self._on_loop(self._write([put(key, value) for key, value in part]))
@@ -122,8 +133,8 @@ class EtcdJournal:
 
     def read(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
         end = end_of(f"{self._runs_key}{run_id}/facts/")
-        found = self._on_loop(self._page(self._key(run_id, first), end, limit))
-        return [one.row for one in found if one.batch <= self._committed]
+        found = self._pieces(self._key(run_id, first), end, min(limit, PAGE_ROWS))
+        return list(itertools.islice(self._whole(self._kept(found, [])), limit))
 
     def close(self) -> None:
         pass
@@ -143,9 +154,15 @@ class EtcdJournal:
         found = await self._etcd.range(self._committed_key, within_s=self._lease.left_s)
         return int(found.kvs[0].value) if found.kvs else 0
 
-    async def _page(self, begin: str, end: str, limit: int) -> list[_Found]:
-        found = await self._etcd.range(begin, end, limit=limit, within_s=self._lease.left_s)
-        return [self._unpack(one.key.decode(), one.value) for one in found.kvs]
+    async def _page(self, begin: str, end: str, limit: int) -> Message:
+        return await self._etcd.range(begin, end, limit=limit, within_s=self._lease.left_s)
+
+    def _pieces(self, begin: str, end: str, page_rows: int) -> Iterator[_Piece]:
+        while begin:
+            page = self._on_loop(self._page(begin, end, page_rows)).kvs
+            for one in page:
+                yield self._unpack(one.key.decode(), one.value)
+            begin = f"{page[-1].key.decode()}\0" if len(page) == page_rows else ""
 
     async def _write(self, operations: list[Message]) -> None:
         """May be repeated: the same rows would be written again, and by nobody but the leader of this term."""
@@ -159,35 +176,73 @@ class EtcdJournal:
 
     # ---- rows ---------------------------------------------------------------------------------------------
 
-    def _key(self, run_id: RunId, revision: int) -> str:
-        return f"{self._runs_key}{run_id}/facts/{revision:0{_REVISION_DIGITS}d}"
+    def _key(self, run_id: RunId, revision: int, index: int = 0) -> str:
+        """Pieces but the first have keys that follow the first one's."""
+        whole = f"{self._runs_key}{run_id}/facts/{revision:0{_REVISION_DIGITS}d}"
+        return f"{whole}.{index:0{_INDEX_DIGITS}d}" if index else whole
 
-    def _unpack(self, key: str, value: bytes) -> _Found:
-        run_id, _, digits = key.removeprefix(self._runs_key).split("/")
-        revision = int(digits)
+    def _unpack(self, key: str, value: bytes) -> _Piece:
+        run_id, _, place = key.removeprefix(self._runs_key).split("/")
+        revision = Revision(int(place[:_REVISION_DIGITS]))
         try:
             header, _, body = value.partition(b"\n")
-            batch, kind, form = header.split(b" ")
-            text = (zlib.decompress(body) if form == _DEFLATED else body).decode()
-            row = Row(RunId(run_id), Revision(revision), decode(kind.decode(), text))
-            return _Found(key, int(batch), row)
+            batch, kind, form, index, count = header.split(b" ")
+            return _Piece(key, RunId(run_id), revision, int(batch), kind.decode(), form, int(index), int(count), body)
+        except ValueError as error:
+            raise self._unreadable(RunId(run_id), revision, error) from error
+
+    def _kept(self, pieces: Iterable[_Piece], unfinished: list[str]) -> Iterator[_Piece]:
+        """Those of batches that are whole; the keys of all others go to `unfinished`."""
+        for piece in pieces:
+            if piece.batch <= self._committed:
+                yield piece
+            else:
+                unfinished.append(piece.key)
+
+    def _whole(self, pieces: Iterable[_Piece]) -> Iterator[Row]:
+        """Rows put together from their pieces. Raises JournalError where one is missing."""
+        held: list[_Piece] = []
+        for piece in pieces:
+            if held and (piece.run_id, piece.revision) != (held[0].run_id, held[0].revision):
+                raise self._unreadable(held[0].run_id, held[0].revision, "a piece is missing")
+            if piece.index != len(held):
+                raise self._unreadable(piece.run_id, piece.revision, "a piece is missing")
+            held.append(piece)
+            if len(held) == piece.count:
+                yield self._row(held)
+                held = []
+        if held:
+            raise self._unreadable(held[0].run_id, held[0].revision, "a piece is missing")
+
+    def _row(self, pieces: Sequence[_Piece]) -> Row:
+        first, body = pieces[0], b"".join(one.body for one in pieces)
+        try:
+            text = (zlib.decompress(body) if first.form == _DEFLATED else body).decode()
+            return Row(first.run_id, first.revision, decode(first.kind, text))
         except (UnreadableFact, ValueError, zlib.error) as error:
-            raise JournalError(
-                f"the journal {self._etcd.address} has an unreadable row, run {run_id} revision {revision}: {error}"
-            ) from error
+            raise self._unreadable(first.run_id, first.revision, error) from error
+
+    def _unreadable(self, run_id: RunId, revision: int, why: object) -> JournalError:
+        return JournalError(
+            f"the journal {self._etcd.address} has an unreadable row, run {run_id} revision {revision}: {why}"
+        )
 
 
-def _pack(batch: int, row: Row) -> bytes:
-    """A row's value: batch, kind and form, a line break, the fact."""
+def _pack(batch: int, row: Row) -> list[bytes]:
+    """A row's values, one for each piece: batch, kind, form, index and count, a line break, a part of the fact."""
     body, form = encode(row.fact).encode(), _PLAIN
     if len(body) > DEFLATE_ABOVE:
         body, form = zlib.compress(body), _DEFLATED
-    if len(body) > MAX_BYTES:
+    bodies = [body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)]
+    if len(bodies) > MAX_PIECES:
         raise JournalError(
-            f"cannot keep {kind_of(row.fact)} of run {row.run_id} in etcd: {len(body)} bytes, at most {MAX_BYTES}"
-            " fit; use --state-dir for a run of this size"
+            f"cannot keep {kind_of(row.fact)} of run {row.run_id} in etcd: {len(body)} bytes, at most "
+            f"{MAX_PIECES * PIECE_BYTES}; use --state-dir for a run of this size"
         )
-    return b"%d %s %s\n%s" % (batch, kind_of(row.fact).encode(), form, body)
+    kind = kind_of(row.fact).encode()
+    return [
+        b"%d %s %s %d %d\n%s" % (batch, kind, form, index, len(bodies), piece) for index, piece in enumerate(bodies)
+    ]
 
 
 def _parts(pairs: Sequence[tuple[str, bytes]]) -> list[list[tuple[str, bytes]]]:
