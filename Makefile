@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format protos bench bench-store clean
+.PHONY: help demo test check lint format protos bench bench-store bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ bench: $(VENV)/.installed  ## time recovery beside torchrun
 
 bench-store: $(VENV)/.installed  ## time our store server beside torch's own
 	$(PY) bench/store.py $(BENCH_ARGS)
+
+bench-failover: $(VENV)/.installed  ## time how long a run is without a leader (needs etcd)
+	$(PY) bench/failover.py $(BENCH_ARGS)
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info

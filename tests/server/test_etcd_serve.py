@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.etcd import free_ports
+from nvrx.server.etcd.client import Etcd, EtcdError, put
+from nvrx.server.journals.etcd import MAX_BYTES
 from tests.etcd_cluster import EtcdCluster
 
 from .coordination import WAIT_S, HandAgent, Remote
 from .programs import coordinator, run
+from .standing import answers
 from .test_serve import refusal
 
 NOWHERE = "etcd://127.0.0.1:1"
+QUOTA_BYTES = 16 * 1024 * 1024
 
 
 @pytest.mark.rule("E6")
@@ -101,3 +107,33 @@ async def until_it_leads(remote: Remote) -> None:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             watch.cancel()
             return
+
+
+@pytest.mark.rule("E6")
+async def test_an_etcd_that_is_full_ends_the_leader_rather_than_have_it_forget(tmp_path: Path) -> None:
+    """As a full disk ends one that has its journal there."""
+    full = EtcdCluster(1, "--quota-backend-bytes", str(QUOTA_BYTES))
+    try:
+        options = ("--state", full.state("full"), "--store", "off", "--leader-ttl", "60")
+        with coordinator(*options, XDG_RUNTIME_DIR=str(tmp_path)) as first:
+            remote = Remote(first.address)
+            await until_it_leads(remote)
+            await HandAgent(remote, "n0").join()
+            await fill(full)
+            assert await answers(HandAgent(remote, "n1").join()) is grpc.StatusCode.UNAVAILABLE
+            assert first.wait() == 1
+            assert "database space exceeded" in first.err[-1]
+            await remote.channel.close()
+    finally:
+        full.close()
+
+
+async def fill(cluster: EtcdCluster) -> None:
+    """Write until etcd has no more room."""
+    etcd = Etcd(cluster.address("fill"))
+    with contextlib.suppress(EtcdError):
+        for number in range(QUOTA_BYTES // MAX_BYTES * 4):
+            await etcd.transact([], [put(f"/fill/{number}", bytes(MAX_BYTES))], within_s=WAIT_S)
+    with pytest.raises(EtcdError, match="database space exceeded"):
+        await etcd.transact([], [put("/fill/last", b"")], within_s=WAIT_S)
+    await etcd.close()
