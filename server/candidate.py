@@ -30,7 +30,7 @@ from .settings import EtcdState, ServeConfig
 log = logging.getLogger("nvrx.coord")
 
 AGAIN_AFTER_S = 0.5
-"""After a failure to take part in the election."""
+"""After a term, or a failure to take part in the election."""
 _GOES_DOWN = Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; come back to it")
 
 
@@ -115,6 +115,8 @@ class Candidate:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._leave_office(is_deposed)
             await lease.give_back()
+        if not self._is_over:
+            await self._pause()
 
     async def _hold(self, lease: Lease) -> None:
         """Wait to be elected, then lead until cancelled or done. Raises EtcdError, JournalError, StoreNotStarted."""

@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError("--state etcd:// needs the package aetcd; install it with: pip install 'nvrx[etcd]'") from error
 
 TRY_S = 1.0
-"""How long one member is waited for: one that is suspended takes connections and never answers."""
+"""How long one member is waited for at first: one that is suspended takes connections and never answers."""
 _ROUND_PAUSE_S = 0.1
 _ELSEWHERE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _RECEIVE = "grpc.max_receive_message_length"
@@ -120,17 +120,17 @@ class Etcd:
         try:
             async with asyncio.timeout(within_s):
                 await call.write(request)
-                while isinstance(response := await call.read(), rpc.WatchResponse):
-                    if response.events or response.canceled:
+                while isinstance(response := await call.read(), rpc.WatchResponse) and not response.canceled:
+                    if response.events:
                         return
-            self._turn_from(member)
         except TimeoutError:
             return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            self._turn_from(member)
-            await asyncio.sleep(_ROUND_PAUSE_S)
+            pass  # it cannot be watched there
         finally:
             call.cancel()
+        self._turn_from(member)
+        await asyncio.sleep(_ROUND_PAUSE_S)
 
     # ---- leases -------------------------------------------------------------------------------------------
 
@@ -151,9 +151,7 @@ class Etcd:
                 await call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
                 response = await call.read()
                 if not isinstance(response, rpc.LeaseKeepAliveResponse):
-                    raise grpc.aio.AioRpcError(
-                        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), "no answer"
-                    )
+                    raise asyncio.InvalidStateError
                 return int(response.TTL)
             finally:
                 call.cancel()
@@ -186,6 +184,8 @@ class Etcd:
                 if self._access.user is not None and member.token is None:
                     await self._authenticate(member, min(try_s, left_s))
                 return await ask(member, min(try_s, left_s))
+            except asyncio.InvalidStateError:
+                why = f"{member.target}: it ended the stream"
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED and member.token is not None:
                     member.token = None  # it was given one, which is over: etcd forgets unused ones after minutes
@@ -195,6 +195,7 @@ class Etcd:
             self._turn_from(member)
             tried += 1
             if tried % len(self._members) == 0:
+                try_s *= 2  # perhaps they are slow, not dead
                 await asyncio.sleep(min(_ROUND_PAUSE_S, max(0.0, give_up_at - time.monotonic())))
 
     def _turn_from(self, member: _Member) -> None:

@@ -131,9 +131,9 @@ async def test_a_stream_says_nothing_after_the_term(served: Served) -> None:
 async def test_calls_under_way_end_with_the_term_and_its_reason(served: Served) -> None:
     served.desk.open(served.term)
     call = served.runs.GetRun(GET)
+    await served.asked()
     watch = served.runs.WatchFacts(run_pb2.WatchFactsRequest())
     await watch.read()
-    await served.asked()
     served.desk.close(Refused(Reason.SHUTTING_DOWN, "come back"))
     await refused(call, UNAVAILABLE, "SHUTTING_DOWN")
     await refused(watch.read(), UNAVAILABLE, "SHUTTING_DOWN")
