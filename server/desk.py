@@ -20,6 +20,9 @@ from nvrx.errors import to_status
 from .access import Handler, handler_of
 from .services.answering import Context
 
+WRITE_ENDS_WITHIN_S = 1.0
+"""How long the end of a term waits for a message that is being sent to somebody who does not read."""
+
 
 class TermOfOffice:
     """The handlers that answer during one term. Also takes the place of a server where services register."""
@@ -112,7 +115,15 @@ class _GuardedContext:
     async def write(self, message: Any) -> None:
         if not self._term.is_valid():
             raise self._refusal()
-        await self._context.write(message)
+        writing = asyncio.ensure_future(self._context.write(message))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # gRPC takes no status while it still sends: the call would end without one, and its client not know.
+            await asyncio.wait([writing], timeout=WRITE_ENDS_WITHIN_S)
+            if writing.done() and not writing.cancelled():
+                writing.exception()
+            raise
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         if not self._term.is_valid():
