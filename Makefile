@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format protos bench bench-store bench-failover clean
+.PHONY: help demo test check lint format protos bench bench-store bench-restart bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ bench: $(VENV)/.installed  ## time recovery beside torchrun
 
 bench-store: $(VENV)/.installed  ## time our store server beside torch's own
 	$(PY) bench/store.py $(BENCH_ARGS)
+
+bench-restart: $(VENV)/.installed  ## time the start on the journal of a long run
+	$(PY) bench/restart.py $(BENCH_ARGS)
 
 bench-failover: $(VENV)/.installed  ## time how long a run is without a leader (needs etcd)
 	$(PY) bench/failover.py $(BENCH_ARGS)

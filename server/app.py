@@ -96,6 +96,7 @@ async def serve(config: ServeConfig, version: str) -> None:
     if config.etcd is not None:
         await _serve_one_of_several(config, version)
         return
+    gc.disable()
     journal = open_journal(config)
     coordinator = Coordinator(config, journal, version)
     _end_on_signals(coordinator.stop)
@@ -104,6 +105,9 @@ async def serve(config: ServeConfig, version: str) -> None:
     except (JournalError, AddressTaken, StoreNotStarted):
         journal.close()
         raise
+    # What was loaded stays: collections would only go through it again and again.
+    gc.freeze()
+    gc.enable()
     _say_ready(address)
     await coordinator.run()
 

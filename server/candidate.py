@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 
 import grpc
@@ -127,7 +128,13 @@ class Candidate:
         office = self.office = Office(
             self._config, journal, self._version, term=term, coordinators=lambda: self._election.coordinators
         )
-        await office.load()
+        gc.disable()
+        try:
+            await office.load()
+        finally:
+            gc.enable()
+        # What was loaded stays for the term: collections would only go through it again and again.
+        gc.freeze()
         await office.start_stores()
         serving = TermOfOffice(lambda: lease.is_good)
         office.register(serving)  # type: ignore[arg-type]  # it takes the place of a server
@@ -142,6 +149,7 @@ class Candidate:
             await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             office.end_streams()
             await office.close(is_deposed=is_deposed)
+            gc.unfreeze()
 
     async def _wait_for_stop(self) -> None:
         await self._stopping.wait()

@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from .facts import (
+    LOSSES,
+    PLANNED,
     Cause,
     CauseRevised,
     CycleEnded,
@@ -25,10 +27,13 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
     NodesUndrained,
+    ProgressMade,
+    QuarantineEnded,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -39,6 +44,7 @@ from .facts import (
     WorkersExited,
     WorldChosen,
 )
+from .grown import changed, plus
 from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId, global_rank
 from .shape import Settings, Shape
 from .topology import OrderSource
@@ -106,6 +112,10 @@ class Cycle:
     consequences: tuple[Failure, ...] = ()
     exits: Mapping[NodeId, Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
     lost: frozenset[NodeId] = frozenset()
+    remark: str = ""
+    """Why its world may not be the best one (rule C4); empty where it is."""
+    progressed: bool = False
+    """Whether training came further in it than ever before (rule D6)."""
 
     @cached_property
     def seat_of(self) -> Mapping[NodeId, Seat]:
@@ -138,6 +148,22 @@ class Cycle:
 
 
 @dataclass(frozen=True)
+class Quarantine:
+    """Why a node is chosen last, and until when; None: for the rest of the run (rule D7)."""
+
+    reason: str
+    until: float | None
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A node did not take up its place in `cycle`: it is passed over until it says that it has (rule D12)."""
+
+    incarnation: Incarnation
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
 class Run:
     """One training job across all its restarts. An unopened run has no shape."""
 
@@ -160,6 +186,14 @@ class Run:
     """Nodes that an operator wants in the next world."""
     replaced: frozenset[NodeId] = frozenset()
     """Nodes that an operator wants out of the next world, for the promoted ones."""
+    quarantined: Mapping[NodeId, Quarantine] = field(default_factory=dict)
+    """Nodes that are chosen last, because their own workers failed first again and again."""
+    pardoned: Mapping[NodeId, CycleNumber] = field(default_factory=dict)
+    """From which cycle on the failures of nodes that were in quarantine count again."""
+    suspected: Mapping[NodeId, Suspicion] = field(default_factory=dict)
+    """Nodes that did not take up their place, whether or not they have been heard since."""
+    progress: int | None = None
+    """The furthest step of training that was told; None where nobody tells."""
     highest_cycle: CycleNumber | None = None
     """The highest cycle number that this run or, before a journal was lost, a node of it has seen."""
     close_reason: str = ""
@@ -200,17 +234,6 @@ class Run:
         """This run with the shape that it had in a cycle (rule H1)."""
         return self if cycle.shape == self.shape else dataclasses.replace(self, shape=cycle.shape)
 
-    def ended_by(self, *causes: Cause) -> int:
-        """How many cycles of this life that had been RUNNING, or failed by themselves, ended by `causes`."""
-        return sum(
-            1
-            for one in self.cycles
-            if one.number >= self.life_began_with
-            and one.failure is not None
-            and one.failure.cause in causes
-            and (one.running_at is not None or one.failure.cause is Cause.WORKER_FAILED)
-        )
-
 
 def open_run(fact: RunOpened) -> Run:
     """The state after a run's first fact."""
@@ -222,7 +245,7 @@ def evolve(run: Run | None, fact: Fact) -> Run:
     if isinstance(fact, RunOpened):
         return open_run(fact)
     assert run is not None, f"a run's journal begins with RunOpened, found {fact}"
-    return dataclasses.replace(_EVOLVE[type(fact)](run, fact), last_at=max(run.last_at, fact.at))
+    return changed(_EVOLVE[type(fact)](run, fact), last_at=max(run.last_at, fact.at))
 
 
 def _higher(one: CycleNumber | None, other: CycleNumber | None) -> CycleNumber | None:
@@ -243,12 +266,19 @@ def trainable(members: Iterable[Member], shape: Shape) -> int:
     return sum(size - size % shape.segment_size for size in domains.values())
 
 
-def _with_members(run: Run, members: Mapping[NodeId, Member], at: float) -> Run:
-    if trainable(members.values(), run.shape) >= run.shape.min_nodes:
-        short_since = None
+def _with_member(run: Run, member: Member, at: float) -> Run:
+    """One member came or went. Members are counted only where that may tell: replay would cost n * n otherwise."""
+    node_id = member.info.node_id
+    members = plus(run.members, node_id, member)
+    came = member.is_live and run.live(node_id) is None
+    if came and run.short_since is None:
+        is_enough = True  # more members never allow less
+    elif (not member.is_live and run.short_since is not None) or len(members) < run.shape.min_nodes:
+        is_enough = False
     else:
-        short_since = at if run.short_since is None else run.short_since
-    return dataclasses.replace(run, members=members, short_since=short_since)
+        is_enough = trainable(members.values(), run.shape) >= run.shape.min_nodes
+    short_since = None if is_enough else at if run.short_since is None else run.short_since
+    return changed(run, members=members, short_since=short_since)
 
 
 def _reopened(run: Run, fact: RunReopened) -> Run:
@@ -261,6 +291,9 @@ def _reopened(run: Run, fact: RunReopened) -> Run:
         life_began_with=run.next_cycle,
         short_since=fact.at,
         stopping={},
+        quarantined={},
+        pardoned={},
+        suspected={},
         close_reason="",
         exit_code=0,
         members={name: _gone(one, Membership.LEFT, fact.at, "") for name, one in run.members.items()},
@@ -275,10 +308,10 @@ def _gone(member: Member, how: Membership, at: float, reason: str) -> Member:
 
 def _joined(run: Run, fact: NodeJoined) -> Run:
     info = fact.node
-    run = _with_members(run, {**run.members, info.node_id: Member(info, fact.at)}, fact.at)
+    run = _with_member(run, Member(info, fact.at), fact.at)
     stopping = {name: until for name, until in run.stopping.items() if name != info.node_id}
     highest = _higher(run.highest_cycle, info.last_cycle)
-    return dataclasses.replace(
+    return changed(
         run,
         stopping=stopping,
         highest_cycle=highest,
@@ -290,7 +323,7 @@ def _gone_from(run: Run, node_id: NodeId, incarnation: Incarnation, how: Members
     member = run.members.get(node_id)
     if member is None or member.info.incarnation != incarnation:
         return run
-    run = _with_members(run, {**run.members, node_id: _gone(member, how, fact.at, fact.reason)}, fact.at)
+    run = _with_member(run, _gone(member, how, fact.at, fact.reason), fact.at)
     cycle = run.cycle
     if cycle is not None and node_id in cycle.seat_of and not cycle.has_finished(node_id, run.shape.workers_per_node):
         run = _replace_cycle(run, dataclasses.replace(cycle, lost=cycle.lost | {node_id}))
@@ -323,6 +356,7 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
         master=fact.master,
         started_at=fact.at,
         started_time=fact.time,
+        remark=fact.remark,
     )
     return dataclasses.replace(
         run,
@@ -336,7 +370,7 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
 
 def _replace_cycle(run: Run, cycle: Cycle) -> Run:
     index = next(i for i in reversed(range(len(run.cycles))) if run.cycles[i].number == cycle.number)
-    return dataclasses.replace(run, cycles=(*run.cycles[:index], cycle, *run.cycles[index + 1 :]))
+    return changed(run, cycles=(*run.cycles[:index], cycle, *run.cycles[index + 1 :]))
 
 
 def _running(run: Run, fact: CycleRunning) -> Run:
@@ -356,7 +390,7 @@ def _exited(run: Run, fact: WorkersExited) -> Run:
         consequences = (*consequences, *late)[:MAX_CONSEQUENCES]
     return _replace_cycle(
         run,
-        dataclasses.replace(cycle, exits={**cycle.exits, fact.node_id: {**known, **new}}, consequences=consequences),
+        changed(cycle, exits=plus(cycle.exits, fact.node_id, {**known, **new}), consequences=consequences),
     )
 
 
@@ -381,6 +415,7 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
     cycle = run.find_cycle(fact.cycle)
     if cycle is None:
         return run
+    run = _settled(run, cycle, fact)
     first = fact.failure
     others = tuple(
         failure_of(cycle, node_id, one, fact.at)
@@ -388,12 +423,29 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
         for one in exits.values()
         if one.failed and (node_id, one.local_rank) != (first.node_id, first.local_rank)
     )
+    suspects = {
+        node_id: Suspicion(cycle.seat_of[node_id].node.incarnation, cycle.number)
+        for node_id in fact.suspects
+        if node_id in cycle.seat_of
+    }
+    run = dataclasses.replace(run, suspected={**run.suspected, **suspects}) if suspects else run
     return _replace_cycle(
         run,
         dataclasses.replace(
             cycle, ended_at=fact.at, ended_time=fact.time, failure=first, consequences=others[:MAX_CONSEQUENCES]
         ),
     )
+
+
+def _settled(run: Run, cycle: Cycle, fact: CycleEnded) -> Run:
+    """D3: a loss that is found while a failure settles is part of that failure's record."""
+    before = next((one for one in reversed(run.cycles) if one.number < cycle.number), None)
+    if before is None or before.ended_at is None or fact.failure.cause not in LOSSES:
+        return run
+    if before.failure is None or before.failure.cause in PLANNED or fact.at - before.ended_at > run.settings.settle_s:
+        return run
+    consequences = (*before.consequences, fact.failure)[:MAX_CONSEQUENCES]
+    return _replace_cycle(run, dataclasses.replace(before, consequences=consequences))
 
 
 def _revised(run: Run, fact: CauseRevised) -> Run:
@@ -403,6 +455,36 @@ def _revised(run: Run, fact: CauseRevised) -> Run:
     before = () if cycle.failure is None else (cycle.failure,)
     consequences = (*before, *cycle.consequences)[:MAX_CONSEQUENCES]
     return _replace_cycle(run, dataclasses.replace(cycle, failure=fact.failure, consequences=consequences))
+
+
+def _progressed(run: Run, fact: ProgressMade) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    # Where training begins is no progress: nobody knows of less.
+    came_further = fact.step > (run.progress or 0)
+    run = dataclasses.replace(run, progress=max(fact.step, run.progress or 0))
+    return (
+        run if cycle is None or not came_further else _replace_cycle(run, dataclasses.replace(cycle, progressed=True))
+    )
+
+
+def _quarantined(run: Run, fact: NodeQuarantined) -> Run:
+    found = Quarantine(fact.reason, fact.until)
+    return dataclasses.replace(run, quarantined={**run.quarantined, fact.node_id: found})
+
+
+def _quarantine_ended(run: Run, fact: QuarantineEnded) -> Run:
+    return _pardoned(run, {fact.node_id})
+
+
+def _pardoned(run: Run, node_ids: set[NodeId]) -> Run:
+    were = node_ids & run.quarantined.keys()
+    if not were:
+        return run
+    return dataclasses.replace(
+        run,
+        quarantined={name: found for name, found in run.quarantined.items() if name not in were},
+        pardoned={**run.pardoned, **dict.fromkeys(were, run.next_cycle)},
+    )
 
 
 def _promoted(run: Run, fact: NodesPromoted) -> Run:
@@ -417,7 +499,7 @@ def _drained(run: Run, fact: NodesDrained) -> Run:
 
 
 def _undrained(run: Run, fact: NodesUndrained) -> Run:
-    return dataclasses.replace(run, drained=run.drained - {*fact.node_ids})
+    return _pardoned(dataclasses.replace(run, drained=run.drained - {*fact.node_ids}), {*fact.node_ids})
 
 
 def _closed(run: Run, fact: RunClosed) -> Run:
@@ -438,5 +520,8 @@ _EVOLVE: Mapping[type, Callable[[Run, Any], Run]] = {
     NodesPromoted: _promoted,
     NodesDrained: _drained,
     NodesUndrained: _undrained,
+    ProgressMade: _progressed,
+    NodeQuarantined: _quarantined,
+    QuarantineEnded: _quarantine_ended,
     RunClosed: _closed,
 }

@@ -14,17 +14,18 @@ import itertools
 import json
 import uuid
 import zlib
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from nvrx.core.facts import Fact
 from nvrx.core.ids import JournalId, Revision, RunId
 
 from ..etcd.client import Etcd, EtcdError, Message, created_at, delete, end_of, get, put
 from ..etcd.election import TermNumber
 from ..etcd.lease import Lease
 from . import JournalError, NotLeading, Row
-from .codec import UnreadableFact, decode, encode, kind_of
+from .codec import ManyDecoder, UnreadableFact, decode, encode, kind_of
 
 FORMAT = 1
 MAX_OPERATIONS = 120
@@ -107,7 +108,7 @@ class EtcdJournal:
         unfinished: list[str] = []
         expected: dict[RunId, int] = {}
         everything = self._pieces(self._runs_key, end_of(self._runs_key), PAGE_ROWS)
-        for row in self._whole(self._kept(everything, unfinished)):
+        for row in self._whole(self._kept(everything, unfinished), ManyDecoder().decode):
             wanted = expected.get(row.run_id, 1)
             if row.revision != wanted:
                 raise JournalError(
@@ -152,7 +153,12 @@ class EtcdJournal:
 
     async def _read_committed(self) -> int:
         found = await self._etcd.range(self._committed_key, within_s=self._lease.left_s)
-        return int(found.kvs[0].value) if found.kvs else 0
+        value = found.kvs[0].value if found.kvs else b"0"
+        if not value.isdigit():
+            raise JournalError(
+                f"the key {self._committed_key} of {self._etcd.address} holds no number; give another prefix"
+            )
+        return int(value)
 
     async def _page(self, begin: str, end: str, limit: int) -> Message:
         return await self._etcd.range(begin, end, limit=limit, within_s=self._lease.left_s)
@@ -161,7 +167,7 @@ class EtcdJournal:
         while begin:
             page = self._on_loop(self._page(begin, end, page_rows)).kvs
             for one in page:
-                yield self._unpack(one.key.decode(), one.value)
+                yield self._unpack(one.key.decode(errors="replace"), one.value)
             begin = f"{page[-1].key.decode()}\0" if len(page) == page_rows else ""
 
     async def _write(self, operations: list[Message]) -> None:
@@ -182,8 +188,11 @@ class EtcdJournal:
         return f"{whole}.{index:0{_INDEX_DIGITS}d}" if index else whole
 
     def _unpack(self, key: str, value: bytes) -> _Piece:
-        run_id, _, place = key.removeprefix(self._runs_key).split("/")
-        revision = Revision(int(place[:_REVISION_DIGITS]))
+        try:
+            run_id, _, place = key.removeprefix(self._runs_key).split("/")
+            revision = Revision(int(place[:_REVISION_DIGITS]))
+        except ValueError as error:
+            raise JournalError(f"the key {key[:256]!a} of {self._etcd.address} is none of ours; remove it") from error
         try:
             header, _, body = value.partition(b"\n")
             batch, kind, form, index, count = header.split(b" ")
@@ -199,8 +208,8 @@ class EtcdJournal:
             else:
                 unfinished.append(piece.key)
 
-    def _whole(self, pieces: Iterable[_Piece]) -> Iterator[Row]:
-        """Rows put together from their pieces. Raises JournalError where one is missing."""
+    def _whole(self, pieces: Iterable[_Piece], read: Callable[[str, bytes], Fact] = decode) -> Iterator[Row]:
+        """Rows put together from their pieces; `read` decodes them. Raises JournalError where one is missing."""
         held: list[_Piece] = []
         for piece in pieces:
             if held and (piece.run_id, piece.revision) != (held[0].run_id, held[0].revision):
@@ -209,16 +218,16 @@ class EtcdJournal:
                 raise self._unreadable(piece.run_id, piece.revision, "a piece is missing")
             held.append(piece)
             if len(held) == piece.count:
-                yield self._row(held)
+                yield self._row(held, read)
                 held = []
         if held:
             raise self._unreadable(held[0].run_id, held[0].revision, "a piece is missing")
 
-    def _row(self, pieces: Sequence[_Piece]) -> Row:
+    def _row(self, pieces: Sequence[_Piece], read: Callable[[str, bytes], Fact]) -> Row:
         first, body = pieces[0], b"".join(one.body for one in pieces)
         try:
-            text = (zlib.decompress(body) if first.form == _DEFLATED else body).decode()
-            return Row(first.run_id, first.revision, decode(first.kind, text))
+            content = zlib.decompress(body) if first.form == _DEFLATED else body
+            return Row(first.run_id, first.revision, read(first.kind, content))
         except (UnreadableFact, ValueError, zlib.error) as error:
             raise self._unreadable(first.run_id, first.revision, error) from error
 

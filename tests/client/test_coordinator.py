@@ -64,7 +64,7 @@ async def played(count: int) -> AsyncIterator[list[Played]]:
         yield coordinators
 
 
-def command(address: str) -> Join:
+def command(address: str, replaces: Incarnation | None) -> Join:
     node = NodeInfo(NodeId("n0"), Incarnation("life"), address, 1)
     return Join(node, Shape(1, 1, 1), SettingsWish(), False)
 

@@ -217,6 +217,9 @@ class CrashesAfter(Etcd):
         (fact_key(S, 2), b"", "unreadable row, run s-1 revision 2"),
         (fact_key(S, 2), b"1 NodeLeft json 0 2\n{}", "revision 2: a piece is missing"),
         (fact_key(S, 2), b"1 NodeLeft json 1 2\n{}", "revision 2: a piece is missing"),
+        ("runs/stranger", b"", "runs/stranger' of etcd://.* is none of ours"),
+        ("runs/r/facts/x", b"", "runs/r/facts/x' of etcd://.* is none of ours"),
+        ("committed", b"soon", "committed of etcd://.* holds no number"),
         (fact_key(S, len(EXAMPLES)), b"1 NodeLeft json 0 2\n{}", "a piece is missing"),
     ],
 )
