@@ -32,6 +32,7 @@ log = logging.getLogger("nvrx.coord")
 
 AGAIN_AFTER_S = 0.5
 """After a term, or a failure to take part in the election."""
+CLOSE_WITHIN_S = 2.0
 _GOES_DOWN = Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; come back to it")
 
 
@@ -148,7 +149,9 @@ class Candidate:
         if office is not None:
             await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             office.end_streams()
-            await office.close(is_deposed=is_deposed)
+            with contextlib.suppress(TimeoutError):  # where etcd does not answer to what is being written
+                async with asyncio.timeout(CLOSE_WITHIN_S):
+                    await office.close(is_deposed=is_deposed)
             gc.unfreeze()
 
     async def _wait_for_stop(self) -> None:

@@ -137,6 +137,20 @@ def test_sigterm_hands_over_at_once(leaders: Leaders) -> None:
     goes_on(leaders, before)
 
 
+@pytest.mark.rule("E6", "E7")
+def test_sigterm_while_etcd_does_not_answer(on_fragile: Leaders, fragile: EtcdCluster) -> None:
+    """Also with a fact on its way: it exits 0 within 5 s, and workers run on."""
+    on_fragile.stand_all("x", ttl="60")
+    agents, _ = on_fragile.begin()
+    for member in fragile.members:
+        member.signal(signal.SIGSTOP)
+    on_fragile.worker("b").tell("exit", code=6)
+    agents[1].said("failed: exit 6")
+    on_fragile.coordinators["x"].send(signal.SIGTERM)
+    assert on_fragile.coordinators["x"].ended(5.0) == 0
+    assert on_fragile.worker("a").ended_at is None
+
+
 @pytest.mark.rule("E6")
 def test_members_of_etcd_end_and_the_leader_goes_on(on_fragile: Leaders, fragile: EtcdCluster) -> None:
     """One after the other, etcd's leader among them: the same coordinator leads all the time."""

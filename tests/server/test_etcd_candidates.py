@@ -61,14 +61,19 @@ async def knows_leader(follower: Standing) -> None:
 
 @pytest.mark.rule("E6")
 async def test_reflection_works_on_who_follows(prefix: EtcdAddress) -> None:
-    async with standing(prefix) as leader, standing(prefix) as follower:
+    async with standing(prefix) as leader:
         await leader.leads()
-        stub = reflection_pb2_grpc.ServerReflectionStub(follower.channel)
-        call = stub.ServerReflectionInfo(timeout=WAIT_S)
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        listed = {one.name for one in (await call.read()).list_services_response.service}
-        assert set(SERVICES) < listed
-        call.cancel()
+        async with standing(prefix) as follower:
+            await lists_services(follower)
+
+
+async def lists_services(follower: Standing) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(follower.channel)
+    call = stub.ServerReflectionInfo(timeout=WAIT_S)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    listed = {one.name for one in (await call.read()).list_services_response.service}
+    assert set(SERVICES) < listed
+    call.cancel()
 
 
 @pytest.mark.rule("E6")
