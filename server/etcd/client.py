@@ -7,6 +7,7 @@ those of the package aetcd; why not its client is in docs/decisions/0012. Knows 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -136,7 +137,7 @@ class Etcd:
 
     async def grant(self, ttl_s: float, *, within_s: float) -> Message:
         """A new lease: its `ID`, and its `TTL` in seconds, which may be longer. Raises EtcdError."""
-        request = rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         return await self._anywhere(
             lambda member, timeout_s: member.leases.LeaseGrant(request, timeout=timeout_s, metadata=member.metadata),
             within_s,
