@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format protos bench bench-store bench-restart clean
+.PHONY: help demo test check lint format protos bench bench-store bench-restart bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -69,6 +69,9 @@ bench-store: $(VENV)/.installed  ## time our store server beside torch's own
 
 bench-restart: $(VENV)/.installed  ## time the start on the journal of a long run
 	$(PY) bench/restart.py $(BENCH_ARGS)
+
+bench-failover: $(VENV)/.installed  ## time how long a run is without a leader (needs etcd)
+	$(PY) bench/failover.py $(BENCH_ARGS)
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info

@@ -34,14 +34,15 @@ async def check_node(config: NodeConfig) -> int:
         async with grpc.aio.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
-                await stub.Check(
+                answer = await stub.Check(
                     health_pb2.HealthCheckRequest(), timeout=RPC_TIMEOUT_S, metadata=bearer(config.options.token)
                 )
             except grpc.aio.AioRpcError as error:
                 print(f"coordinator {endpoint} not reached: {describe(error)}")
                 continue
         reached = True
-        print(f"coordinator {endpoint} answers")
+        leads = answer.status == health_pb2.HealthCheckResponse.SERVING
+        print(f"coordinator {endpoint} answers{'' if leads else ', and does not lead'}")
     return 0 if reached else EXIT_NEVER_REACHED
 
 

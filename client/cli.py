@@ -28,7 +28,7 @@ from nvrx import logs
 from nvrx.commandline import (
     EXIT_USAGE,
     HELP_SETTINGS,
-    EndpointType,
+    EndpointsType,
     Failed,
     NnodesType,
     Seconds,
@@ -40,7 +40,6 @@ from nvrx.commandline import (
     token_in,
 )
 from nvrx.core.budgets import EXIT_NO_RESTART
-from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes
 from nvrx.core.parallel import MAX_SIZE
@@ -79,15 +78,6 @@ class _Line:
             return cls(given, ())
         at = given.index("--")
         return cls(given[:at], given[at + 1 :])
-
-
-class _Endpoints(click.ParamType[tuple[HostPort, ...]]):
-    name = "HOST:PORT[,...]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[HostPort, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(EndpointType().convert(one.strip(), param, ctx) for one in value.split(","))
 
 
 _SIZE_OF = {
@@ -159,7 +149,7 @@ _FAILURE_OPTIONS = [
 _NODE_OPTIONS = [
     option(
         "--coordinator",
-        type=_Endpoints(),
+        type=EndpointsType(),
         required=True,
         help="Where nvrx-coord serve listens; several with commas. localhost:0 starts one for this node alone.",
     ),

@@ -188,6 +188,8 @@ class Conversation:
                     response = await call.read()
                 if not isinstance(response, heartbeat_pb2.HeartbeatResponse):
                     return await self._why_ended(call)
+                if response.term < self._seen[0]:
+                    return "it led in an earlier term"  # and does not know yet that it leads no more
                 self._hear(response)
         except TimeoutError:
             return f"nothing heard for {silence_s:g} s"
@@ -213,6 +215,7 @@ class Conversation:
             return describe(error)
         if refused.reason in _EXPELLING:
             raise ExpelledByCoordinator(refused.message)
+        self._coordinator.heed(refused)
         return refused.message
 
     async def _say(self, stream: int) -> AsyncIterator[heartbeat_pb2.HeartbeatRequest]:

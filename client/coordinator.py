@@ -11,7 +11,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,12 +19,12 @@ import grpc
 
 from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 from nvrx.core.commands import Join
-from nvrx.core.endpoint import HostPort
+from nvrx.core.endpoint import HostPort, parse_endpoint
 from nvrx.core.ids import CycleNumber, Incarnation, RunId
 from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S
-from nvrx.errors import refused_from
+from nvrx.errors import leader_named_in, refused_from
 from nvrx.v1 import (
     common_pb2,
     heartbeat_pb2_grpc,
@@ -45,6 +45,7 @@ SAY_EVERY_S = 5.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 1.0
 FULL_RETRY_S = 2.0
+MAX_LEARNED = 32
 EXIT_REFUSED = 3
 EXIT_NEVER_REACHED = 4
 
@@ -71,29 +72,47 @@ class Joined:
     journal_id: str
     lease_ttl_s: float
     heartbeat_interval_s: float
+    coordinators: tuple[HostPort, ...] = ()
 
 
 class Coordinator:
-    """The coordinator at one of `endpoints`."""
+    """The coordinator at one of `endpoints`, or at one that was learned of since."""
 
     def __init__(self, endpoints: tuple[HostPort, ...], token: str | None) -> None:
-        self._endpoints = endpoints
+        self._given = endpoints
+        self._learned: tuple[HostPort, ...] = ()
         self._index = 0
+        """Of whose turn it was in the round; whoever was named as the leader comes out of turn."""
+        self.endpoint = endpoints[0]
+        self._leader: HostPort | None = None
         self.metadata = bearer(token)
         self._channel = self._open()
-
-    @property
-    def endpoint(self) -> HostPort:
-        return self._endpoints[self._index]
 
     def _open(self) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(str(self.endpoint), options=CHANNEL_OPTIONS)
 
+    @property
+    def _endpoints(self) -> tuple[HostPort, ...]:
+        return self._given + self._learned
+
+    def learn(self, others: Iterable[HostPort]) -> None:
+        """There are these coordinators, too: to be tried after those that were given. Of many the latest are kept."""
+        fresh = (one for one in dict.fromkeys(others) if one not in self._endpoints)
+        self._learned = (*self._learned, *fresh)[-MAX_LEARNED:]
+
+    def heed(self, refused: Refused) -> None:
+        """A coordinator that does not lead may have said who does: turn there next."""
+        self._leader = leader_named_in(refused)
+        self.learn([self._leader] if self._leader is not None else [])
+
     async def next_endpoint(self) -> None:
-        """Turn to the next of several coordinators."""
+        """Turn to the leader, if one was named, else to the next of several coordinators."""
         if len(self._endpoints) > 1:
             await self._channel.close()
-            self._index = (self._index + 1) % len(self._endpoints)
+            leader, self._leader = self._leader, None
+            if leader is None:
+                self._index = (self._index + 1) % len(self._endpoints)
+            self.endpoint = leader or self._endpoints[self._index]
             self._channel = self._open()
 
     async def close(self) -> None:
@@ -124,6 +143,9 @@ class Coordinator:
             return await call()
         except grpc.aio.AioRpcError as error:
             refused = refused_from(error)
+            if refused is not None and refused.reason is Reason.NOT_LEADER:
+                self.heed(refused)
+                raise OutOfReach(f"it does not lead, {self._leader or 'and knows nobody who'} does") from error
             if refused is not None:
                 raise refused from error
             raise OutOfReach(describe(error)) from error
@@ -138,6 +160,7 @@ class Coordinator:
             response.journal_id,
             response.lease_ttl.ToNanoseconds() / 1e9,
             response.heartbeat_interval.ToNanoseconds() / 1e9,
+            _endpoints_in(response.coordinators),
         )
 
     async def leave(self, run_id: RunId, command: Join, reason: str, stopped: bool, stop_grace_s: float) -> None:
@@ -195,7 +218,9 @@ async def admission(
     while True:
         try:
             command = make_command(advertised or await coordinator.local_address(), replaces)
-            return await coordinator.join(run_id, command), command
+            joined = await coordinator.join(run_id, command)
+            coordinator.learn(joined.coordinators)
+            return joined, command
         except OutOfReach as error:
             waited = time.monotonic() - began
             text = f"coordinator {coordinator.endpoint} not reached: {error}"
@@ -229,6 +254,8 @@ async def admission(
                 text += "; trying again until the other's lease must be over"
             elif refused.reason is not Reason.SHUTTING_DOWN:
                 raise _final(refused) from refused
+            else:
+                await coordinator.next_endpoint()
         if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):
             log.warning("%s", text)
             said, said_at = text, time.monotonic()
@@ -237,6 +264,15 @@ async def admission(
                 await stopped.wait()
         if stopped.is_set():
             return None
+
+
+def _endpoints_in(texts: Iterable[str]) -> tuple[HostPort, ...]:
+    """Coordinators as they were named; what is no address is passed over."""
+    found = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            found.append(parse_endpoint(text))
+    return tuple(found)
 
 
 def _dead_predecessor(refused: Refused, host: str) -> Incarnation | None:

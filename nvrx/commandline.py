@@ -71,6 +71,17 @@ class EndpointType(click.ParamType[HostPort]):
             self.fail(str(error), param, ctx)
 
 
+class EndpointsType(click.ParamType[tuple[HostPort, ...]]):
+    """HOST:PORT[,HOST:PORT...]."""
+
+    name = "HOST:PORT[,...]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[HostPort, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(EndpointType().convert(one.strip(), param, ctx) for one in value.split(","))
+
+
 class NnodesType(click.ParamType[NodeCounts]):
     """MIN:MAX, or N."""
 

@@ -13,6 +13,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from nvrx.core.endpoint import HostPort, parse_endpoint
 from nvrx.core.refused import Reason, Refused
 from nvrx.logs import one_line
 
@@ -41,6 +42,7 @@ _CODES = {
     Reason.UNKNOWN_CYCLE: code_pb2.NOT_FOUND,
     Reason.BAD_TOKEN: code_pb2.UNAUTHENTICATED,
     Reason.SHUTTING_DOWN: code_pb2.UNAVAILABLE,
+    Reason.NOT_LEADER: code_pb2.UNAVAILABLE,
     Reason.WATCH_TOO_SLOW: code_pb2.RESOURCE_EXHAUSTED,
     Reason.STORE_OFF: code_pb2.FAILED_PRECONDITION,
     Reason.STORE_DOWN: code_pb2.UNAVAILABLE,
@@ -83,7 +85,17 @@ def _bytes(details: Mapping[str, str]) -> int:
     return sum(len(key.encode()) + len(value.encode()) for key, value in details.items())
 
 
-def refused_from(error: grpc.aio.AioRpcError) -> Refused | None:
+def leader_named_in(refused: Refused) -> HostPort | None:
+    """Where the coordinator that leads is, as one that does not was able to say."""
+    if refused.reason is not Reason.NOT_LEADER:
+        return None
+    try:
+        return parse_endpoint(refused.details.get("leader", ""))
+    except ValueError:
+        return None
+
+
+def refused_from(error: grpc.Call | grpc.aio.AioRpcError) -> Refused | None:
     """The refusal that an rpc failed with; None if it failed for another reason."""
     status = rpc_status.from_call(error)
     for packed in status.details if status is not None else ():

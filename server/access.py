@@ -15,8 +15,8 @@ from nvrx.errors import to_status
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
 # Generic in its stubs only.
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]]
 
 
 class RequireToken(grpc.aio.ServerInterceptor):
@@ -27,7 +27,7 @@ class RequireToken(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> _Handler | None:
+    ) -> Handler | None:
         if handler_call_details.method.startswith(_OPEN_TO_ALL):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
@@ -37,7 +37,7 @@ class RequireToken(grpc.aio.ServerInterceptor):
         return _refusing(await continuation(handler_call_details), given != "")
 
 
-def _refusing(handler: _Handler | None, has_token: bool) -> _Handler:
+def _refusing(handler: Handler | None, has_token: bool) -> Handler:
     what = "the token is not the one this coordinator was started with" if has_token else "no token came with the call"
     refused = Refused(Reason.BAD_TOKEN, f"{what}; give the coordinator's token with --token-file", {})
 
@@ -46,10 +46,19 @@ def _refusing(handler: _Handler | None, has_token: bool) -> _Handler:
 
     streams_in = handler is not None and handler.request_streaming
     streams_out = handler is not None and handler.response_streaming
-    kinds = {
+    return handler_of(refuse, streams_in, streams_out)
+
+
+def handler_of(
+    behave: Callable[[Any, Any], Awaitable[Any]], streams_in: bool, streams_out: bool, like: Handler | None = None
+) -> Handler:
+    """A handler of one of gRPC's four kinds; it reads and writes messages as `like` does, else bytes."""
+    kinds: dict[tuple[bool, bool], Callable[..., Handler]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
-    return kinds[streams_in, streams_out](refuse)
+    reads = like.request_deserializer if like is not None else None
+    writes = like.response_serializer if like is not None else None
+    return kinds[streams_in, streams_out](behave, request_deserializer=reads, response_serializer=writes)

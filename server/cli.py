@@ -41,11 +41,14 @@ from nvrx.core.presence import (
 )
 from nvrx.runtime_dir import runtime_dir
 
-from .app import AddressTaken, ServeConfig, serve
+from .app import serve
+from .etcd.address import SCHEME, EtcdAccess, EtcdAddress, parse_etcd
 from .journals import JournalError, StateTaken
+from .listening import AddressTaken
 from .operating import OPERATIONS
 from .plan import plan
 from .repairing import repair_command
+from .settings import DEFAULT_LEADER_TTL_S, EtcdState, ServeConfig
 from .store_host.host import StoreNotStarted
 from .store_host.ports import PortRange
 from .views import VIEWS
@@ -75,6 +78,24 @@ class PortRangeType(click.ParamType[PortRange]):
         return found
 
 
+class StateType(click.ParamType[EtcdAddress | str]):
+    """memory, or etcd://HOST:PORT,...[/PREFIX]."""
+
+    name = "memory|etcd://..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> EtcdAddress | str:
+        if isinstance(value, EtcdAddress) or value == MEMORY:
+            return value  # type: ignore[no-any-return]
+        if not str(value).startswith(SCHEME):
+            self.fail(f"{value!a} is neither {MEMORY} nor {SCHEME}HOST:PORT[,HOST:PORT...]", param, ctx)
+        try:
+            return parse_etcd(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+_file = click.Path(path_type=Path)
+
 _SERVE_EPILOG = """\b
 Example:
   nvrx-coord serve --listen 0.0.0.0:7700 --token-file token --state-dir /var/lib/nvrx
@@ -98,7 +119,23 @@ Exit codes: 0 ended as asked, 1 failure, 2 usage, or port or state directory tak
     show_default=True,
     help="Where the journal is kept.",
 )
-@option("--state", type=click.Choice([MEMORY]), help="memory: keep nothing on disk.")
+@option(
+    "--state",
+    type=StateType(),
+    help="memory: keep nothing on disk. etcd://HOST:PORT,...[/PREFIX]: several coordinators share a journal in "
+    "etcd, one of them leads.",
+)
+@option(
+    "--leader-ttl",
+    type=Seconds(1.0),
+    default=DEFAULT_LEADER_TTL_S,
+    show_default=True,
+    help="With etcd: how long a silent leader stays the leader.",
+)
+@option("--etcd-ca", type=_file, help="Certificates (PEM) that etcd's is signed with; turns TLS to etcd on.")
+@option("--etcd-cert", type=_file, help="Certificate (PEM) to show to etcd.")
+@option("--etcd-key", type=_file, help="Key (PEM) of --etcd-cert.")
+@option("--etcd-user-file", type=_file, help="File with USER:PASSWORD for etcd.")
 @option("--http", type=click.Choice(["off"]), default="off", show_default=True, help="This version has no page.")
 @option(
     "--store",
@@ -173,6 +210,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     problem = name_problem("--run-id", given["run_id"]) if given["run_id"] else None
     if problem is not None:
         raise Failed(problem, EXIT_USAGE)
+    etcd = _etcd_state(given, listen)
     token = token_in(given["token_file"])
     if not listen.is_loopback and token is None:
         if not given["insecure"]:
@@ -184,7 +222,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
         print(f"{PROGRAM}: --insecure: everybody who reaches {listen} may join and control runs", file=sys.stderr)
     return ServeConfig(
         listen=listen,
-        state_dir=None if given["state"] == MEMORY else given["state_dir"],
+        state_dir=given["state_dir"] if given["state"] is None else None,
         timing=timing,
         store=StoreMode(given["store"]),
         store_port=given["store_port"],
@@ -195,7 +233,39 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
         token=token,
         once=given["once"],
         allow_network_state=given["allow_network_state"],
+        etcd=etcd,
     )
+
+
+def _etcd_state(given: dict[str, Any], listen: HostPort) -> EtcdState | None:
+    """What is to be known of etcd; None where the state is elsewhere. Raises Failed."""
+    address = given["state"]
+    if not isinstance(address, EtcdAddress):
+        return None
+    if listen.host in {"0.0.0.0", "::"} and given["advertise_addr"] is None:
+        raise Failed(
+            f"--listen {listen} is no address that nodes could be sent to; give --advertise-addr HOST",
+            EXIT_USAGE,
+        )
+    ca, certificate, key = (_content(given, f"etcd_{one}") for one in ("ca", "cert", "key"))
+    if (certificate is None) != (key is None) or (certificate is not None and ca is None):
+        raise Failed("--etcd-cert and --etcd-key belong together, and need --etcd-ca; give all three", EXIT_USAGE)
+    user = password = None
+    login = _content(given, "etcd_user_file")
+    if login is not None:
+        user, colon, password = login.decode(errors="replace").strip().partition(":")
+        if not (user and colon and password):
+            raise Failed(f"--etcd-user-file {given['etcd_user_file']} does not hold USER:PASSWORD", EXIT_USAGE)
+    return EtcdState(address, EtcdAccess(ca, certificate, key, user, password), given["leader_ttl"])
+
+
+def _content(given: dict[str, Any], name: str) -> bytes | None:
+    """A file's content; None where none was given. Raises Failed."""
+    path: Path | None = given[name]
+    try:
+        return path.read_bytes() if path is not None else None
+    except OSError as error:
+        raise Failed(f"--{name.replace('_', '-')} {path}: {error.strerror}", EXIT_USAGE) from error
 
 
 for command in (*VIEWS, *OPERATIONS, plan, repair_command):

@@ -33,6 +33,8 @@ log = logging.getLogger("nvrx.coord")
 
 MAX_RUNS = 1000
 MAX_WATCHED = 4096
+ONLY_TERM = 1
+"""One coordinator leads for ever; several take turns, each with a term of its own."""
 DEFAULT_RUN = RunId("default")
 _PULSE_S = 0.25
 _STALL_S = 0.25
@@ -123,6 +125,7 @@ class Engine:
         timing: Timing,
         store: StoreMode,
         declared_run: RunId | None = None,
+        term: int = ONLY_TERM,
     ) -> None:
         self._journal = journal
         self._clock = clock
@@ -130,6 +133,7 @@ class Engine:
         self.timing = timing
         self._store = store
         self.declared_run = declared_run
+        self.term = term
         self.runs: dict[RunId, Hosted] = {}
         self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
         self._writer = ThreadPoolExecutor(1, "nvrx-journal")
@@ -323,6 +327,13 @@ class Engine:
                 hosted.presence.extend(late_s)
                 hosted.presence.hear_out(self.now(hosted))
 
+    def _bear_slow_journal(self, took_s: float) -> None:
+        """D12: nobody was told yet of what was being written, and so could act on it."""
+        if took_s > _STALL_S:
+            log.warning("the journal took %.1f s to write; nodes get their time from now on", took_s)
+            for hosted in self.runs.values():
+                hosted.presence.hear_out(self.now(hosted))
+
     async def _step(self, batch: list[_Pending]) -> None:
         work = _Work()
         answers: list[tuple[asyncio.Future[None], Refused | None]] = []
@@ -338,7 +349,9 @@ class Engine:
         for run_id in ticked & self.runs.keys():
             self._decide(run_id, Tick(), work)
         if work.rows:
+            began = self._clock()
             await asyncio.get_running_loop().run_in_executor(self._writer, self._journal.append, work.rows)
+            self._bear_slow_journal(self._clock() - began)
         self._show(work, ticked)
         for answer, refusal in answers:
             if answer.cancelled():

@@ -9,7 +9,8 @@ from nvrx.commandline import option
 from nvrx.v1 import common_pb2, promote_pb2
 from nvrx.wire.text import to_json
 
-from .views import Viewer, print_rank_map, view
+from .viewer import Viewer
+from .views import print_rank_map, view
 
 _immediate = option("--immediate", is_flag=True, envvar=None, help="End the running cycle and make the change now.")
 _dry_run = option("--dry-run", is_flag=True, envvar=None, help="Change nothing; show the world that would result.")

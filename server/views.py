@@ -17,66 +17,21 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from nvrx.channel import CHANNEL_OPTIONS, Metadata, bearer, describe
-from nvrx.commandline import EXIT_USAGE, EndpointType, Failed, option, token_in
+from nvrx.channel import bearer
+from nvrx.commandline import EXIT_USAGE, EndpointsType, Failed, option, token_in
 from nvrx.core.endpoint import HostPort
-from nvrx.v1 import common_pb2, promote_pb2_grpc, rank_map_pb2, rank_map_pb2_grpc, run_pb2, run_pb2_grpc
+from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 from nvrx.wire.text import to_json
 
-CALL_TIMEOUT_S = 10.0
+from .viewer import Viewer
+
 _PIPE_WIDTH = 200
-
-
-class Viewer:
-    """A connection to a coordinator for one command."""
-
-    def __init__(self, endpoint: HostPort, run_id: str, metadata: Metadata) -> None:
-        self.endpoint = endpoint
-        self.run_id = run_id
-        self._metadata = metadata
-        channel = grpc.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS)
-        self.runs = run_pb2_grpc.RunServiceStub(channel)
-        self.maps = rank_map_pb2_grpc.RankMapServiceStub(channel)
-        self.promotes = promote_pb2_grpc.PromoteServiceStub(channel)
-
-    def call(self, method: Callable[..., Any], request: Message, *, timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """Make a call. Raises Failed with one line where it is refused or not answered."""
-        try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise self.failed(error) from error
-
-    def failed(self, error: grpc.RpcError) -> Failed:
-        """What a call failed with, in one line."""
-        assert isinstance(error, grpc.Call)
-        if error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            return Failed(f"coordinator {self.endpoint} not reached: {describe(error)}; check --coordinator")
-        return Failed(error.details() or error.code().name)
-
-    def pages(self, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Every page of a list, in order."""
-        while True:
-            response = self.call(method, request)
-            yield response
-            if not response.next_page_token:
-                return
-            request.page_token = response.next_page_token
-
-    def rank_map(self, cycle: int | None) -> common_pb2.RankMap:
-        """A cycle's whole map, all pages joined."""
-        request = rank_map_pb2.GetRankMapRequest(run_id=self.run_id, cycle=cycle)
-        pages = self.pages(self.maps.GetRankMap, request)
-        whole: common_pb2.RankMap = next(pages).rank_map
-        for page in pages:
-            whole.nodes.extend(page.rank_map.nodes)
-            whole.standbys.extend(page.rank_map.standbys)
-        return whole
 
 
 def view(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that every view has."""
 
-    def connected(coordinator: HostPort, run_id: str | None, token_file: Path | None, **rest: Any) -> Any:
+    def connected(coordinator: tuple[HostPort, ...], run_id: str | None, token_file: Path | None, **rest: Any) -> Any:
         token = token_in(token_file)
         return command(Viewer(coordinator, run_id or "", bearer(token)), **rest)
 
@@ -88,7 +43,7 @@ def view(command: Callable[..., Any]) -> Callable[..., Any]:
         option("--output", type=click.Choice(["table", "json"]), default="table", show_default=True, envvar=None),
         option("--token-file", type=click.Path(path_type=Path), help="File with the coordinator's token."),
         option("--run-id", help="May be left out when there is one run."),
-        option("--coordinator", type=EndpointType(), default="127.0.0.1:7700", show_default=True),
+        option("--coordinator", type=EndpointsType(), default="127.0.0.1:7700", show_default=True),
     ):
         decorated = decorate(decorated)
     return decorated
@@ -384,12 +339,18 @@ def _facts(viewer: Viewer, first: int, follow: bool) -> Iterator[run_pb2.Fact]:
         for page in viewer.pages(viewer.runs.ListFacts, request):
             yield from page.facts
         return
-    watch = run_pb2.WatchFactsRequest(run_id=viewer.run_id, from_revision=first)
-    try:
-        for response in viewer.call(viewer.runs.WatchFacts, watch, timeout_s=None):
-            yield response.fact
-    except grpc.RpcError as error:
-        raise viewer.failed(error) from error
+    while True:
+        watch = run_pb2.WatchFactsRequest(run_id=viewer.run_id, from_revision=first)
+        try:
+            for response in viewer.call(viewer.runs.WatchFacts, watch, timeout_s=None):
+                yield response.fact
+                first = response.fact.revision + 1
+            return
+        except grpc.RpcError as error:
+            if not viewer.turn_from(error):
+                raise viewer.failed(error) from error
+        # Whoever leads by now goes on from there; asked first, because a stream tells only when it is read.
+        viewer.call(viewer.runs.GetRun, run_pb2.GetRunRequest(run_id=viewer.run_id))
 
 
 VIEWS = (status, nodes, cycles, rank_map, lookup, events)

@@ -6,6 +6,7 @@ tell no more. A lost node's workers, if any are left, must not meet anybody.
 
 from __future__ import annotations
 
+from .facts import Endpoint
 from .ids import NodeId
 from .presence import Presence
 from .run import Cycle, Run
@@ -22,10 +23,15 @@ def hosted_ports(run: Run) -> frozenset[int]:
 
 def ports_in_use(run: Run, presence: Presence) -> frozenset[int]:
     """Ports of hosted stores that must stay open."""
+    return frozenset(store.port for store in stores_in_use(run, presence))
+
+
+def stores_in_use(run: Run, presence: Presence) -> frozenset[Endpoint]:
+    """Hosted stores that must stay there, whichever coordinator's host they are on."""
     return frozenset(
-        port
+        cycle.master
         for cycle in run.cycles[-LOOKED_BACK:]
-        if (port := _hosted_port(cycle)) is not None and _is_needed(run, cycle, presence)
+        if cycle.master is not None and _hosted_port(cycle) is not None and _is_needed(run, cycle, presence)
     )
 
 

@@ -18,6 +18,10 @@ class StateTaken(JournalError):
     """Another coordinator has the state directory."""
 
 
+class NotLeading(JournalError):
+    """Another coordinator may write the journal by now: this one does not any more (rule E6)."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A fact at its place in a run's journal."""

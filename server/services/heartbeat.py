@@ -19,8 +19,6 @@ from nvrx.wire.units import duration
 from ..engine import Engine, Said, Session
 from .answering import Context, refuse
 
-TERM = 1
-"""One coordinator leads for ever here; several take turns, each with a term of its own."""
 MAX_SENT_MAP_BYTES = 3 * 1024 * 1024
 """A larger rank map is fetched in pages: a default client refuses messages above 4 MiB."""
 
@@ -137,7 +135,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             response = heartbeat_pb2.HeartbeatResponse(
                 revision=hosted.revision,
                 journal_id=self._engine.journal_id,
-                term=TERM,
+                term=self._engine.term,
                 rank_map=views.whole_rank_map(hosted.run, cycle),
             )
             fits = response.ByteSize() <= MAX_SENT_MAP_BYTES
@@ -151,7 +149,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         return heartbeat_pb2.HeartbeatResponse(
             revision=engine.runs[session.run_id].revision,
             journal_id=engine.journal_id,
-            term=TERM,
+            term=engine.term,
             desired=membership.desired_message(
                 desired, fetch_rank_map=new_map is not None and new_map.response is None
             ),

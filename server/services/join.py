@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from nvrx.core.commands import Leave
 from nvrx.core.ids import Incarnation, NodeId
 from nvrx.v1 import join_pb2, join_pb2_grpc
@@ -15,9 +17,11 @@ from .answering import Context, answering
 class JoinService(join_pb2_grpc.JoinServiceServicer):
     """Admits nodes to a run and lets them go."""
 
-    def __init__(self, engine: Engine, version: str) -> None:
+    def __init__(self, engine: Engine, version: str, coordinators: Callable[[], Sequence[str]] = tuple) -> None:
+        """`coordinators` tells all addresses to come back to, the leader's first; none where there is one only."""
         self._engine = engine
         self._version = version
+        self._coordinators = coordinators
 
     @answering
     async def Join(self, request: join_pb2.JoinRequest, context: Context) -> join_pb2.JoinResponse:
@@ -35,6 +39,7 @@ class JoinService(join_pb2_grpc.JoinServiceServicer):
             run_id=run_id,
             journal_id=self._engine.journal_id,
             version=self._version,
+            coordinators=self._coordinators(),
         )
 
     @answering

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nvrx
+from nvrx.core.facts import Endpoint
 from nvrx.core.ids import JournalId, RunId
 from nvrx.core.presence import HostedStores
-from nvrx.core.stores import hosted_ports, ports_in_use
+from nvrx.core.stores import hosted_ports, stores_in_use
 from nvrx.runtime_dir import make_private
 from nvrx.store.client import StoreClient, StoreGone
 
@@ -35,6 +36,7 @@ from .control import (
     within_limit,
     write_message,
 )
+from .elsewhere import Elsewhere
 from .ports import PortRange
 
 log = logging.getLogger("nvrx.coord")
@@ -75,6 +77,8 @@ class StoreConfig:
     log_file: Path
     lasting_port: int = 0
     cycle_ports: PortRange | None = None
+    is_one_of_several: bool = False
+    """Cycles may have stores at other coordinators' addresses, which are not this one's to judge (rule E6)."""
 
 
 @dataclass
@@ -83,6 +87,7 @@ class _Followed:
 
     is_open: bool = True
     in_use: frozenset[int] = frozenset()
+    elsewhere: frozenset[Endpoint] = frozenset()
     ready: list[int] = field(default_factory=list)
     told: HostedStores = field(default_factory=HostedStores)
 
@@ -139,6 +144,7 @@ class StoreHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._open: set[int] = set()
         self._problem = ""
+        self._elsewhere = Elsewhere(self._tell_all)
 
     # ---- what runs need -----------------------------------------------------------------------------------
 
@@ -146,15 +152,24 @@ class StoreHost:
         """Note what a run needs now."""
         run = hosted.run
         followed = self._runs.setdefault(run.run_id, _Followed())
-        in_use, given = ports_in_use(run, hosted.presence), hosted_ports(run)
+        stores, given = stores_in_use(run, hosted.presence), hosted_ports(run)
+        elsewhere = frozenset(one for one in stores if self._is_elsewhere(one))
+        in_use = frozenset(one.port for one in stores - elsewhere)
         ready = [port for port in followed.ready if port not in given]
-        if (in_use, run.is_open, ready) == (followed.in_use, followed.is_open, followed.ready) and followed.told.ports:
+        seen = (followed.in_use, followed.elsewhere, followed.is_open, followed.ready)
+        if (in_use, elsewhere, run.is_open, ready) == seen and followed.told.ports:
             return
+        if elsewhere != followed.elsewhere:
+            followed.elsewhere = elsewhere
+            self._elsewhere.follow({one for run in self._runs.values() for one in run.elsewhere})
         followed.in_use, followed.is_open, followed.ready = in_use, run.is_open, ready
         if not in_use <= self._open | followed.told.lost:
             # A store died while its cycle was being written down: the workers may fail before another process is there.
             self._tell(run.run_id, followed)
         self._changed.set()
+
+    def _is_elsewhere(self, store: Endpoint) -> bool:
+        return self._config.is_one_of_several and store.address != self._config.address
 
     async def connect(self) -> StoreClient:
         """A new connection that may write all keys of the lasting store. Raises StoreGone."""
@@ -339,7 +354,7 @@ class StoreHost:
             address=self._config.address,
             lasting_port=record.lasting_port if record is not None else None,
             ports=tuple(run.ready),
-            lost=frozenset(run.in_use - self._open),
+            lost=(run.in_use - self._open) | {one.port for one in run.elsewhere & self._elsewhere.lost},
             problem=self._problem,
         )
         if stores != run.told:
@@ -355,8 +370,12 @@ class StoreHost:
         """At once, before any worker that fails for want of its store is heard of."""
         self._open = set()
         self._problem = "the store process is being restarted"
-        for run_id, run in self._runs.items():
+        for run in self._runs.values():
             run.ready = []
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        for run_id, run in self._runs.items():
             self._tell(run_id, run)
 
     async def _replace(self) -> None:
@@ -414,9 +433,13 @@ class StoreHost:
             await self._control.close()
         self._let_go()
 
-    async def close(self) -> None:
-        """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too."""
-        if any(run.in_use or run.is_open for run in self._runs.values()):
+    async def close(self, *, is_deposed: bool = False) -> None:
+        """The coordinator ends: the process goes on while a run is open or workers may need it, else it ends too.
+
+        `is_deposed`: whether it ends is for the next leader to say, which may be on this host and have it already.
+        """
+        self._elsewhere.close()
+        if is_deposed or any(run.in_use or run.is_open for run in self._runs.values()):
             if self._control is not None:
                 await self._control.close()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -47,10 +48,9 @@ class Played(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             await context.write(heartbeat_pb2.HeartbeatResponse(journal_id="j", acknowledged=request.sequence))
 
 
-@pytest.mark.rule("D2", "E5")
-async def test_a_report_is_told_again_after_the_coordinator_ended_the_stream() -> None:
-    """gRPC goes on asking for requests of a stream that has ended: what was said there would count as told."""
-    played = Played()
+@contextlib.asynccontextmanager
+async def talking(played: heartbeat_pb2_grpc.HeartbeatServiceServicer) -> AsyncIterator[Conversation]:
+    """An agent's conversation with a coordinator, under way; ended with the context."""
     server = grpc.aio.server()
     heartbeat_pb2_grpc.add_HeartbeatServiceServicer_to_server(played, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -77,17 +77,67 @@ async def test_a_report_is_told_again_after_the_coordinator_ended_the_stream() -
             lambda _: None,
             lambda _: None,
         )
-        talking = asyncio.create_task(talk.keep_up())
+        keeping = asyncio.create_task(talk.keep_up())
         try:
-            async with asyncio.timeout(10):
-                await played.opened.wait()
-                talk.report(CycleNumber(3), (WorkerExit(LocalRank(0), 0),))
-                await asyncio.sleep(0.1)
-                played.ends.set()
-                await talk.reports_kept()
-            assert played.told == [3]
+            yield talk
+            assert not keeping.done()
         finally:
-            talking.cancel()
+            keeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await talking
+                await keeping
             await server.stop(None)
+
+
+@pytest.mark.rule("D2", "E5")
+async def test_a_report_is_told_again_after_the_coordinator_ended_the_stream() -> None:
+    """gRPC goes on asking for requests of a stream that has ended: what was said there would count as told."""
+    played = Played()
+    async with talking(played) as talk, asyncio.timeout(10):
+        await played.opened.wait()
+        talk.report(CycleNumber(3), (WorkerExit(LocalRank(0), 0),))
+        await asyncio.sleep(0.1)
+        played.ends.set()
+        await talk.reports_kept()
+    assert played.told == [3]
+
+
+class TakesTurns(heartbeat_pb2_grpc.HeartbeatServiceServicer):
+    """Each stream is answered in another term: one that has passed after the first, then a later one."""
+
+    def __init__(self) -> None:
+        self.terms = [7, 5, 6, 8]
+        self.heard: list[int] = []
+        self.last_opened = asyncio.Event()
+
+    async def Heartbeat(  # type: ignore[override]  # writes to the context, as the real one does
+        self, request_iterator: object, context: Context
+    ) -> None:
+        term = self.terms[len(self.heard)]
+        self.heard.append(term)
+        request = await context.read()
+        assert isinstance(request, heartbeat_pb2.HeartbeatRequest)
+        is_last = len(self.heard) == len(self.terms)
+        revision = 1 if is_last else 100
+        await context.write(
+            heartbeat_pb2.HeartbeatResponse(
+                journal_id="j", term=term, revision=revision, acknowledged=request.sequence if is_last else 0
+            )
+        )
+        if is_last:
+            self.last_opened.set()
+            await context.read()
+        elif term == self.terms[0]:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the coordinator goes down")
+        else:
+            await context.read()  # it would speak on; the agent has turned away
+
+
+@pytest.mark.rule("E6")
+async def test_a_leader_of_an_earlier_term_is_not_believed_and_expels_nobody() -> None:
+    """It was deposed and does not know: what it says is passed over, whatever its revision."""
+    played = TakesTurns()
+    async with talking(played) as talk, asyncio.timeout(10):
+        talk.report(CycleNumber(3), (WorkerExit(LocalRank(0), 0),))
+        await talk.reports_kept()
+        await played.last_opened.wait()
+    assert played.heard == played.terms

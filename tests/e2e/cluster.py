@@ -96,7 +96,7 @@ class Cluster:
         program = self.start("coordinator", argv)
         self.address = program.said(r"^nvrx-coord listening on (\S+)$")[1]
         if self._stream is None:
-            self._stream = FactStream(self.board, self.address, RUN_ID)
+            self._stream = FactStream(self.board, [self.address], RUN_ID)
         return program
 
     def join(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ from nvrx.v1 import run_pb2, run_pb2_grpc
 from .board import Board
 
 _AGAIN_S = 0.05
+_ANEW_S = 5.0
+"""A coordinator that is suspended keeps its streams open and says nothing: another may lead by then."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,12 @@ class Fact:
 
 
 class FactStream:
-    """All facts of one run so far, in order of revision."""
+    """All facts of one run so far, in order of revision; from whichever of several coordinators tells them."""
 
-    def __init__(self, board: Board, address: str, run_id: str) -> None:
+    def __init__(self, board: Board, addresses: Iterable[str], run_id: str) -> None:
         self.facts: list[Fact] = []
         self._board = board
-        self._address = address
+        self._addresses = itertools.cycle(addresses)
         self._run_id = run_id
         self._over = threading.Event()
         self._call: Any = None
@@ -48,11 +52,11 @@ class FactStream:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            with grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+            with grpc.insecure_channel(next(self._addresses), options=CHANNEL_OPTIONS) as channel:
                 stub = run_pb2_grpc.RunServiceStub(channel)
                 try:
                     request = run_pb2.WatchFactsRequest(run_id=self._run_id, from_revision=len(self.facts) + 1)
-                    self._call = stub.WatchFacts(request)
+                    self._call = stub.WatchFacts(request, timeout=_ANEW_S)
                     for response in self._call:
                         self._take(response.fact)
                 except grpc.RpcError:

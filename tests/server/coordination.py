@@ -19,10 +19,11 @@ from grpc_status import rpc_status
 from nvrx.channel import CHANNEL_OPTIONS, bearer
 from nvrx.core.endpoint import HostPort
 from nvrx.core.presence import StoreMode, Timing
-from nvrx.server.app import Coordinator, ServeConfig
+from nvrx.server.app import Coordinator
 from nvrx.server.journals import Journal
 from nvrx.server.journals.memory import MemoryJournal
 from nvrx.server.journals.sqlite import SqliteJournal
+from nvrx.server.settings import ServeConfig
 from nvrx.v1 import (
     common_pb2,
     heartbeat_pb2,
@@ -328,7 +329,7 @@ def _is_about(desired: heartbeat_pb2.DesiredState, cycle: int) -> bool:
     return desired.HasField("cycle") and desired.cycle == cycle
 
 
-async def world(served: Served, count: int = 3, *, cycle: int = 0, active: int = 2, **given: Any) -> list[HandAgent]:
+async def world(served: Remote, count: int = 3, *, cycle: int = 0, active: int = 2, **given: Any) -> list[HandAgent]:
     """`count` agents (MAX of the run) that joined; the first `active` of them run the workers of `cycle`."""
     agents = [HandAgent(served, f"n{number}", **given) for number in range(count)]
     for agent in agents:

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from nvrx.channel import CHANNEL_OPTIONS
-from nvrx.server.app import SERVER_OPTIONS
+from nvrx.server.listening import SERVER_OPTIONS
 from nvrx.server.services.store import MAX_REQUEST_BYTES, StoreService
 from nvrx.server.store_host.control import Paths, read_message, read_record, write_message
 from nvrx.server.store_host.lasting import Lasting

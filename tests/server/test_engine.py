@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from nvrx.core.commands import Join, Leave
-from nvrx.core.facts import Fact, NodeInfo, NodeJoined, NodeLost, RunOpened
-from nvrx.core.ids import Incarnation, NodeId, Revision, RunId
+from nvrx.core.commands import CycleExits, Join, Leave, Report
+from nvrx.core.facts import Fact, NodeInfo, NodeJoined, NodeLost, RunOpened, WorkerExit
+from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, Revision, RunId
 from nvrx.core.presence import AgentPhase, StoreMode, Timing, Word
 from nvrx.core.ranks import Action
 from nvrx.core.refused import Reason, Refused
@@ -239,6 +239,48 @@ async def test_its_own_stall_is_held_against_nobody() -> None:
         assert "NodeLost" not in kinds(engine)
         await passing(engine, clock, 0.4)
         assert "NodeLost" in kinds(engine)
+
+
+@pytest.mark.rule("E1", "D12", "E6")
+async def test_the_time_that_a_write_takes_is_held_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while etcd chooses a leader of its own: a node cannot take up a place before it is told of it."""
+    monkeypatch.setattr(engine_module, "_PULSE_S", 0.0)
+    clock, journal = Clock(), HeldJournal()
+    journal.is_holding = False
+    engine = make(journal, clock)
+    async with serving(engine):
+        sessions = [await enter(engine, name, nnodes=(1, 2), last_call_s=600.0) for name in ("n0", "n1")]
+        for session in sessions:
+            engine.heard(session, Word(AgentPhase.RUNNING, CycleNumber(0), acknowledged=CycleNumber(0)))
+        await settled(engine)
+        assert kinds(engine)[-1] == "CycleRunning"
+        failed = CycleExits(CycleNumber(0), (WorkerExit(LocalRank(0), 1),))
+        journal.hold()
+        telling = asyncio.create_task(engine.submit(RUN, Report(NodeId("n0"), Incarnation("n0-1"), (failed,))))
+        await journal.held()
+        await _living(engine, clock, sessions, 3.0)
+        journal.is_holding = False
+        journal.let_go()
+        await telling
+        await settled(engine)
+        assert kinds(engine)[-2:] == ["CycleEnded", "WorldChosen"]
+        assert kinds(engine).count("CycleEnded") == 1
+        await _living(engine, clock, sessions, 1.8)
+        await settled(engine)
+        assert kinds(engine).count("CycleEnded") == 1
+        await _living(engine, clock, sessions, 0.4)
+        await settled(engine)
+        assert kinds(engine).count("CycleEnded") == 2
+
+
+async def _living(engine: Engine, clock: Clock, sessions: list[Session], seconds: float) -> None:
+    """Time goes on, and nodes say that they know of cycle 0 and of no later one."""
+    for _ in range(round(seconds / 0.2)):
+        clock.now += 0.2
+        for session in sessions:
+            engine.heard(session, Word(AgentPhase.RUNNING, CycleNumber(0), acknowledged=CycleNumber(0)))
+        engine.nudge(RUN)
+        await asyncio.sleep(0)
 
 
 @pytest.mark.rule("E1", "E5")

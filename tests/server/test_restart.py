@@ -125,7 +125,7 @@ async def test_a_stream_that_opens_while_stopping_is_told_so_too() -> None:
     async with serving() as served:
         agent = HandAgent(served, "n0")
         await agent.join()
-        served.coordinator._heartbeats.close()
+        served.coordinator.office.heartbeats.close()
         agent.call = served.heartbeats.Heartbeat()
         await agent.say()
         await refused(agent.read(), UNAVAILABLE, "SHUTTING_DOWN")
