@@ -11,6 +11,8 @@ from .measure import Recovery
 
 _LABEL_WIDTH = 55
 _CELL_WIDTH = 25
+_DIES = {"coordinator": "worker"}
+"""Whose death is recovered from where that is not the victim itself: a worker's, once the coordinator is back."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,18 @@ class Measure:
 
 
 def measures(victim: str) -> list[Measure]:
+    """Those of a kind of kill; the second and third are compared between peers."""
+    strike = "SIGSTOP" if victim == "node" else "SIGKILL"
+    dead = "node suspended" if victim == "node" else f"dead {_DIES.get(victim, victim)}'s pidfd readable"
+    own = {
+        "node": [Measure("lease_s", "lease over -> last new worker's interpreter runs", lambda r: r.lease_s)],
+        "coordinator": [Measure("answer_s", "coordinator started again -> answers GetRun", lambda r: r.answer_s)],
+    }
     return [
-        Measure("map_s", f"dead {victim}'s pidfd readable -> all hold the new map", lambda r: r.map_s),
-        Measure("boot_s", "SIGKILL -> last new worker's interpreter runs", lambda r: r.boot_s),
-        Measure("step_s", "SIGKILL -> all ranks did their first all_reduce", lambda r: r.step_s),
+        Measure("map_s", f"{dead} -> all hold the new map", lambda r: r.map_s),
+        Measure("boot_s", f"{strike} -> last new worker's interpreter runs", lambda r: r.boot_s),
+        Measure("step_s", f"{strike} -> all ranks did their first all_reduce", lambda r: r.step_s),
+        *own.get(victim, []),
         Measure("cold_start_s", "for scale: job start -> first all_reduce", lambda r: r.cold_start_s),
     ]
 
@@ -63,6 +73,9 @@ def table(recoveries: Sequence[Recovery], peers: Sequence[str], victim: str) -> 
         if any(found):
             lines.append(_row(measure.label, [str(one) if one else "-" for one in found]))
     lines.append(_row("recovered", [_recovered(recoveries, peer) for peer in peers]))
+    if victim == "coordinator":
+        disturbed = [sum(r.disturbed for r in recoveries if r.peer == peer) for peer in peers]
+        lines.append(_row("workers that the coordinator's death ended, all", [str(count) for count in disturbed]))
     in_vain = [sum(r.starts_in_vain for r in recoveries if r.peer == peer) for peer in peers]
     if any(in_vain):
         lines.append(_row("workers started in vain, all repetitions", [str(count) for count in in_vain]))

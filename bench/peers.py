@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from . import processes
+from .asking import first_answer_s
 from .floor import free_port
-from .marks import NotRecovered
+from .marks import NotRecovered, monotonic_s
 
 BENCH = Path(__file__).resolve().parent
 WORKER = [sys.executable, str(BENCH / "worker.py")]
 RUN_ID = "bench"
+COORDINATOR = "coordinator"
 MAX_RESTARTS = 1000
 # What an environment may hold that would change how a peer starts (PET_ is torchrun's).
 _STRAY_SETTINGS = ("NVRX_", "PET_", "SLURM_", "TORCHELASTIC_")
@@ -120,7 +123,7 @@ class Nvrx(Peer):
     note = "nvrx: journal in SQLite at synchronous=FULL; --store bridge: a process of its own serves the store"
 
     def start(self) -> None:
-        address = self._start_coordinator()
+        self.address = address = self._start_coordinator("127.0.0.1:0")
         least = self.layout.active_nodes
         for name in self.layout.node_names:
             argv = [sys.executable, "-m", "nvrx.client.cli", "join", "--coordinator", address]
@@ -137,10 +140,22 @@ class Nvrx(Peer):
     def _log_dir(self) -> Path:
         return self.directory / "logs"
 
-    def _start_coordinator(self) -> str:
-        argv = [sys.executable, "-m", "nvrx.server.cli", "serve", "--listen", "127.0.0.1:0", "--http", "off"]
+    def restart_coordinator(self) -> float:
+        """SIGKILL it, and start it again on its address and journal: seconds from that start to its first answer."""
+        handle, _ = next(one for one in self._pidfds.items() if one[1] == COORDINATOR)
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        if not select.select([handle], [], [], _READY_TIMEOUT_S)[0]:
+            raise NotRecovered("the coordinator outlived SIGKILL")
+        del self._pidfds[handle]
+        os.close(handle)
+        began_s = monotonic_s()
+        self._start_coordinator(self.address)
+        return first_answer_s(self.address, RUN_ID) - began_s
+
+    def _start_coordinator(self, listen: str) -> str:
+        argv = [sys.executable, "-m", "nvrx.server.cli", "serve", "--listen", listen, "--http", "off"]
         argv += ["--state-dir", str(self.directory / "state")]
-        process = self._start("coordinator", argv, stdout=subprocess.PIPE)
+        process = self._start(COORDINATOR, argv, stdout=subprocess.PIPE)
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], _READY_TIMEOUT_S)
         line = process.stdout.readline().decode() if readable else ""

@@ -54,12 +54,12 @@ def _parents() -> dict[int, int]:
     return parents
 
 
-def descendants() -> list[int]:
-    """Process ids below this process, parents before their children."""
+def descendants(of: int | None = None) -> list[int]:
+    """Process ids below a process, this one unless another is named; parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
-    found, queue = [], [os.getpid()]
+    found, queue = [], [os.getpid() if of is None else of]
     while queue:
         below = children.get(queue.pop(0), [])
         found += below
@@ -80,3 +80,9 @@ def kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
         time.sleep(_CLEAN_UP_PAUSE_S)
+
+
+def suspend(pid: int) -> None:
+    """SIGSTOP to a process and all below it, parents first: for its peers it falls silent, and closes nothing."""
+    for one in [pid, *descendants(pid)]:
+        os.kill(one, signal.SIGSTOP)

@@ -26,8 +26,16 @@ from bench import figures, processes
 from bench.frame import framed, say
 from bench.measure import LAYOUTS, QUIET_BEFORE_KILL_S, Kill, Recovery, measure
 from bench.peers import PEERS
+from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 
 DEFAULT_TIMEOUT_S = 120.0
+FOR_NVRX_ALONE = {"node", "coordinator"}
+STRUCK: dict[Kill, str] = {
+    "worker": "SIGKILL of one worker",
+    "agent": "SIGKILL of a node (its launcher or agent, and its workers)",
+    "node": "SIGSTOP of a node (its agent, supervisor and workers)",
+    "coordinator": "SIGKILL of the coordinator, its start, and SIGKILL of one worker as soon as it answers",
+}
 _NOTE_WIDTH = 110
 _CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not named in the time module
 
@@ -35,21 +43,24 @@ _CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not name
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--reps", type=int, default=10, help="repetitions per peer (default %(default)s)")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated (default %(default)s)")
+    parser.add_argument("--peers", help=f"comma-separated (default {','.join(PEERS)}, or nvrx where it is alone)")
     parser.add_argument(
         "--kill",
         choices=list(LAYOUTS),
         default="worker",
-        help="worker: 4 nodes x 2, one worker dies; agent: 3 nodes x 2 and a standby, a node's processes die",
+        help="worker: 4 nodes x 2, one worker dies; agent: 3 nodes x 2 and a standby, a node's processes die; node: "
+        "the same, suspended, so that nothing is closed; coordinator: 4 nodes x 2, it is killed and started again, "
+        "then one worker dies; the last two for nvrx alone",
     )
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="per wait")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single figure there")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where jobs keep logs and the journal")
     parser.add_argument("--keep", action="store_true", help="keep the work directory")
     options = parser.parse_args(argv)
-    options.peers = options.peers.split(",")
-    if unknown := [name for name in options.peers if name not in PEERS]:
-        parser.error(f"unknown peers {unknown}; there are {list(PEERS)}")
+    possible = ["nvrx"] if options.kill in FOR_NVRX_ALONE else list(PEERS)
+    options.peers = options.peers.split(",") if options.peers is not None else possible
+    if unknown := [name for name in options.peers if name not in possible]:
+        parser.error(f"peers {unknown} are unknown, or take no part in --kill {options.kill}; there are {possible}")
     if options.reps < 1:
         parser.error("--reps must be at least 1")
     return options
@@ -90,15 +101,14 @@ def conditions(options: argparse.Namespace, names_problem: str | None) -> dict[s
 
 def headline(facts: dict[str, object], kill: Kill) -> str:
     layout = LAYOUTS[kill]
-    what = "one worker" if kill == "worker" else "a node (its launcher or agent, and its workers)"
     standby = f" and {layout.standby_nodes} standby" if layout.standby_nodes else ""
     world = f"{layout.active_nodes} nodes x {layout.workers_per_node} workers{standby}"
     software = ", ".join(f"{name} {facts[name]}" for name in ("kernel", "python", "torch", "commit"))
     return "\n".join(
         [
-            f"Recovery after SIGKILL of {what}; {world}, gloo, all on one machine",
+            f"Recovery after {STRUCK[kill]}; {world}, gloo, all on one machine",
             f"{facts['cores']} cores, {software}; host names: {facts['host_names']}",
-            f"{facts['reps']} repetitions each, peers in turn, a fresh job each time, killed "
+            f"{facts['reps']} repetitions each, peers in turn, a fresh job each time, struck "
             f"{QUIET_BEFORE_KILL_S:.0f} s after its first all_reduce",
         ]
     )
@@ -112,8 +122,18 @@ def notes(facts: dict[str, object], kill: Kill, peers: Sequence[str], results: S
     if "nvrx" in peers:
         lines.append(
             "new map: when the last agent's rank map file was written, by its file time against that of a "
-            "file written once the pidfd was readable; "
+            "file written once the pidfd was readable, or the node suspended; "
             f"within {facts['file_clock_resolution_s']} s (the file system's clock)"
+        )
+    if kill == "node":
+        lines.append(
+            f"the lease is {DEFAULT_LEASE_TTL_S:g} s and counts from the node's last heartbeat, up to an interval "
+            "before the SIGSTOP; when it is over is known to within the time of a call"
+        )
+    if kill == "coordinator":
+        lines.append(
+            "the worker dies while agents are still on their way back (they try at most a second apart), and the new "
+            "world waits for them"
         )
     if kill == "agent":
         lines.append(

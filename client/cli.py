@@ -303,10 +303,10 @@ def join(line: _Line, /, stray: tuple[str, ...], **given: Any) -> int:
     options = _options(given, line, stray)
     logs.start(given["log_level"], given["log_format"])
     try:
-        resolve(options, ENVIRONMENT)
+        config = resolve(options, ENVIRONMENT)
         _warn_of_loopback(options)
         with with_local_coordinator(options) as found:
-            return asyncio.run(run_node(resolve(found, ENVIRONMENT), program_version()))
+            return asyncio.run(run_node(dataclasses.replace(config, options=found), program_version()))
     finally:
         logs.finish()
 

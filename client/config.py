@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvrx.commandline import EXIT_USAGE, Failed
-from nvrx.core.allocation import Group, domain_id, replacement_group, replacement_group_size
+from nvrx.core.allocation import DOMAIN_VARIABLE, Group, domain_id, replacement_group, replacement_group_size
 from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
@@ -206,10 +206,15 @@ def _surroundings(options: JoinOptions, env: Mapping[str, str]) -> Surroundings:
     return Surroundings(
         group=group,
         replacement_group_size=replacement_group_size(env, options.replacement_group_size, group),
-        domain_id=domain_id(env, gpu.cluster_uuid()) if options.segment_size is not None else None,
+        domain_id=_domain_id(env) if options.segment_size is not None else None,
         segment_size=options.segment_size,
         rank_policy=options.rank_policy,
     )
+
+
+def _domain_id(env: Mapping[str, str]) -> DomainId:
+    """B7. GPUs take seconds to answer: they are asked only where no domain is given by name. Raises BadVariable."""
+    return domain_id(env, None if variable(env, DOMAIN_VARIABLE) else gpu.cluster_uuid(env))
 
 
 def _workers_per_node(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from bench import figures, processes
 from bench.marks import MarkBox, PeerEnded, TimedOut, kill_and_wait, monotonic_s
 from bench.measure import Recovery
+from bench.recovery import parse_options
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -92,3 +94,36 @@ def test_failed_repetitions_are_counted_and_give_no_figures() -> None:
         "step_s": None,
         "cold_start_s": None,
     }
+
+
+def test_a_suspended_node_is_suspended_with_all_below_it() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert processes.descendants(parent.pid) == [child]
+        processes.suspend(parent.pid)
+        _, status = os.waitpid(parent.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        for pid in (child, parent.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_silence_counts_from_the_lease_and_a_coordinators_death_counts_its_victims() -> None:
+    silent = [
+        Recovery("nvrx", rep, "node n1", 0.0, boot_s=9.8, lease_s=lease_s) for rep, lease_s in enumerate((0.1, 0.3))
+    ]
+    table = figures.table(silent, ["nvrx"], "node")
+    assert "lease over -> last new worker's interpreter runs       0.200 (0.100-0.300)" in table
+    assert "SIGSTOP -> last new worker's interpreter runs          9.800" in table
+    killed = [Recovery("nvrx", rep, "rank 0", 0.0, boot_s=0.2, answer_s=0.5, disturbed=rep) for rep in range(3)]
+    lines = figures.table(killed, ["nvrx"], "coordinator").splitlines()
+    assert [line.split()[-1] for line in lines if "coordinator's death ended" in line] == ["3"]
+    assert [line.split()[-2] for line in lines if "answers GetRun" in line] == ["0.500"]
+
+
+def test_who_takes_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_options([]).peers == ["nvrx", "torchrun", "floor"]
+    assert parse_options(["--kill", "node"]).peers == ["nvrx"]
+    with pytest.raises(SystemExit):
+        parse_options(["--kill", "coordinator", "--peers", "nvrx,torchrun"])
+    assert "torchrun" in capsys.readouterr().err

@@ -58,6 +58,7 @@ class Cluster:
         self.hall = Hall(self.board, self.directory / "hall")
         self.programs: list[Program] = []
         self.address = ""
+        self._asked_at = ""
         self._stream: FactStream | None = None
         self._channel: grpc.Channel | None = None
         self._handles: dict[int, int] = {}
@@ -89,15 +90,26 @@ class Cluster:
         listen: str = "127.0.0.1:0",
         timing: Sequence[str] = TIMING,
         wrapped: Sequence[str] = (),
+        relayed: bool = False,
     ) -> Program:
-        """Start the coordinator, wait until it listens, watch its run."""
+        """Start the coordinator, wait until it listens, watch its run.
+
+        `relayed`: `wrapped` puts it into a network that the test is not in, and is asked through a relay there.
+        """
         state = ["--state-dir", str(self.state_dir)]
         argv = [*wrapped, *COORDINATOR, "serve", "--listen", listen, *state, *timing, *options]
         program = self.start("coordinator", argv)
         self.address = program.said(r"^nvrx-coord listening on (\S+)$")[1]
+        self._asked_at = self._relay(wrapped) if relayed else self.address
         if self._stream is None:
-            self._stream = FactStream(self.board, [self.address], RUN_ID)
+            self._stream = FactStream(self.board, [self._asked_at], RUN_ID)
         return program
+
+    def _relay(self, wrapped: Sequence[str]) -> str:
+        path = str(self.directory / "relay")
+        relay = self.start("relay", [*wrapped, sys.executable, "-m", "tests.e2e.relay", path, self.address])
+        relay.said("relay ready")
+        return f"unix:{path}"
 
     def join(
         self,
@@ -186,7 +198,7 @@ class Cluster:
     @property
     def channel(self) -> grpc.Channel:
         if self._channel is None:
-            self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(self._asked_at, options=CHANNEL_OPTIONS)
         return self._channel
 
     def run(self) -> run_pb2.Run:

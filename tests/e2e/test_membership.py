@@ -205,11 +205,12 @@ def test_ctrl_c_on_one_agent_and_back_later(cluster: Cluster) -> None:
     assert len(cluster.find("WorldChosen")) == 2
 
 
-@pytest.mark.rule("E1", "E4")
-def test_a_silent_node_is_replaced_and_told_when_it_wakes(cluster: Cluster) -> None:
+@pytest.mark.rule("E1", "E3", "E4")
+@pytest.mark.parametrize("on_partition", ["keep", "stop"])
+def test_a_silent_node_is_replaced_and_told_when_it_wakes(cluster: Cluster, on_partition: str) -> None:
     """C068: agent, supervisor and worker are suspended for longer than the lease."""
     cluster.serve(timing=("--heartbeat-interval", "0.3", "--lease-ttl", "2", "--reconnect-grace", "1"))
-    agents = running(cluster, "a b c", *THREE)
+    agents = running(cluster, "a b c", *THREE, "--on-partition", on_partition)
     old, other = cluster.worker("a"), cluster.worker("b")
     frozen = [agents["a"].pid, supervisor_of(old.pid), old.pid]
     for pid in frozen:
@@ -219,7 +220,7 @@ def test_a_silent_node_is_replaced_and_told_when_it_wakes(cluster: Cluster) -> N
     assert [one.node for one in cluster.workers(1, 2)] == ["b", "c"]
     for pid in frozen:
         signal.pidfd_send_signal(cluster.handle(pid), signal.SIGCONT)
-    agents["a"].said("joining anew: .*declared lost")
+    agents["a"].said("joining anew: .*(declared lost|--on-partition stop)")
     assert old.ended()
     again = cluster.wait_for("NodeJoined", node="a", after=cluster.find("NodeLost", node="a")[0].revision)
     assert again.detail["node"]["incarnation"] != cluster.find("NodeJoined", node="a")[0].detail["node"]["incarnation"]
