@@ -40,7 +40,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
     def __init__(self, engine: Engine, closing: asyncio.Event) -> None:
         self._engine = engine
         self._closing = closing
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, None] = {}  # a dict: told in the order in which they came
         self._maps: dict[RunId, _SentMap] = {}
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             return
         engine = self._engine
         session = engine.open_session(first.run_id, NodeId(first.node_id), Incarnation(first.incarnation))
-        self._sessions.add(session)
+        self._sessions[session] = None
         reading = asyncio.create_task(self._read(context, session, first))
         try:
             await self._write(context, session, reading)
@@ -71,7 +71,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError, Refused):
                 await reading
-            self._sessions.discard(session)
+            del self._sessions[session]
             engine.close_session(session)
 
     async def _read(self, context: Context, session: Session, first: heartbeat_pb2.HeartbeatRequest) -> None:

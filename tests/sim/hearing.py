@@ -1,0 +1,79 @@
+"""Who was heard when by the coordinator that lives now, as seen on the wire: a second opinion on leases (E1, E5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nvrx.core.ids import Incarnation, NodeId
+from nvrx.core.presence import Timing
+
+from .calls import ServerCall
+
+RECOVERY_AT_LEAST_S = 15.0
+FRESH_INTERVALS = 2.0
+ROUNDING_S = 0.01
+STALL_UNNOTICED_S = 0.25
+"""A stall is noticed by a pulse of this length: that much of it may go unnoticed."""
+
+
+@dataclass
+class Hearing:
+    """One life of the coordinator. Times are simulated seconds."""
+
+    began_s: float
+    timing: Timing
+    away: dict[NodeId, Incarnation]
+    """Members that were known at its start and have not been heard since."""
+    loaded: Mapping[NodeId, Incarnation] = field(default_factory=dict)
+    heard_s: dict[Incarnation, float] = field(default_factory=dict)
+    joined_s: dict[Incarnation, float] = field(default_factory=dict)
+    streams: dict[Incarnation, ServerCall] = field(default_factory=dict)
+    broke_s: dict[Incarnation, float] = field(default_factory=dict)
+    stalls: int = 0
+
+    @property
+    def slack_s(self) -> float:
+        return ROUNDING_S + STALL_UNNOTICED_S * self.stalls
+
+    @property
+    def recovered_s(self) -> float:
+        """From here on nobody is waited for any more after the restart."""
+        return self.began_s + max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S) - self.slack_s
+
+    def heard(self, call: ServerCall, node_id: NodeId, incarnation: Incarnation, now_s: float) -> None:
+        self.heard_s[incarnation] = now_s
+        if incarnation not in self.streams or self.streams[incarnation].number < call.number:
+            self.streams[incarnation] = call
+            self.broke_s.pop(incarnation, None)
+        if self.away.get(node_id) == incarnation:
+            del self.away[node_id]
+
+    def over(self, call: ServerCall, now_s: float) -> None:
+        for incarnation, stream in list(self.streams.items()):
+            if stream is call:
+                del self.streams[incarnation]
+                self.broke_s[incarnation] = now_s
+
+    def forget(self, node_id: NodeId) -> None:
+        """The node is no longer a member, or as another incarnation."""
+        self.away.pop(node_id, None)
+
+    def may_be_lost_from_s(self, node_id: NodeId, incarnation: Incarnation) -> float:
+        """Before this nobody may call the incarnation lost."""
+        earliest_s = self.recovered_s if self.away else 0.0
+        heard_s = self.heard_s.get(incarnation)
+        if heard_s is None and self.loaded.get(node_id) == incarnation:
+            return self.recovered_s
+        since_s = heard_s if heard_s is not None else self.joined_s.get(incarnation, self.began_s)
+        lease_s = since_s + self.timing.lease_ttl_s
+        if incarnation in self.broke_s:
+            lease_s = min(lease_s, self.broke_s[incarnation] + self.timing.reconnect_grace_s)
+        return max(earliest_s, lease_s - self.slack_s)
+
+    def is_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
+        """Connected, and heard within the last two intervals (rule C1)."""
+        heard_s = self.heard_s.get(incarnation)
+        if heard_s is None or incarnation not in self.streams:
+            return False
+        return now_s - heard_s <= FRESH_INTERVALS * self.timing.heartbeat_interval_s + ROUNDING_S
