@@ -171,6 +171,8 @@ class Caller:
         self.find_server = find_server
         self.is_alive = True
         self.open: dict[Connection, None] = {}
+        self.connected_to: Server | None = None
+        """Where something of it has arrived: only there may something arrive once it is dead."""
 
     def die(self, *, silently: bool) -> None:
         """`silently`: nothing tells the coordinator, as when power fails."""
@@ -198,6 +200,7 @@ class Opening:
         self._on_end: Callable[[Status], None] | None = on_end
         self._on_message = on_message
         self._server_call: ServerCall | None = None
+        self._server = caller.find_server()
         self.connection = Connection(caller.link)
         self.connection.on_broken_at_node = lambda why: self._ended(unavailable(why))
         caller.open[self.connection] = None
@@ -208,11 +211,14 @@ class Opening:
 
     def _deliver(self, raw: bytes | None) -> None:
         """At the coordinator's host."""
-        server = self._caller.find_server()
+        caller, server = self._caller, self._caller.find_server()
         if self._server_call is None:
-            if server is None or server.refuses:
+            if not caller.is_alive and caller.connected_to is not server:
+                return
+            if server is None or server.refuses or (self._server is not None and server is not self._server):
                 self.connection.break_from_coordinator("connection refused")
                 return
+            caller.connected_to = server
             self._server_call = ServerCall(server, self.connection, self._path)
             self._server_call.on_message = self._arrived
             self._server_call.on_end = self._ended

@@ -17,6 +17,7 @@ from nvrx.core.presence import Timing
 from nvrx.server.journals import Row
 from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2, promote_pb2
 
+from .agent import AgentProcess
 from .calls import ServerCall
 from .decisions import Truth, Violation, check_decision, require
 from .hearing import Hearing
@@ -75,6 +76,7 @@ class Checks:
 
     def _check_decided(self, facts: Sequence[Fact]) -> None:
         now_s = self._clock()
+        self.truth.joining = frozenset(fact.node.node_id for fact in facts if isinstance(fact, NodeJoined))
         for fact in facts:
             if isinstance(fact, NodeJoined):
                 self.hearing.forget(fact.node.node_id)
@@ -229,17 +231,17 @@ class Checks:
         why = f"{node.node_id} stops the workers of cycle {workers.assignment.cycle}, which is live"
         require(by_itself or over or not member or not ledger.is_open, "E5", why)
 
-    def agent_ended(self, node: Node, code: int, reason: str) -> None:
+    def agent_ended(self, node: Node, process: AgentProcess, code: int, reason: str) -> None:
         self.note(f"{node.node_id}: its agent exits {code}: {reason}")
-        self.hold(self._check_exit, node, code)
+        self.hold(self._check_exit, node, process, code)
 
-    def _check_exit(self, node: Node, code: int) -> None:
+    def _check_exit(self, node: Node, process: AgentProcess, code: int) -> None:
         closed = self.durable.closed
         if code == 0:
             well = closed is not None and closed.state is RunState.SUCCEEDED
             require(well, "D8", f"the agent of {node.node_id} exits 0, and the run has not succeeded")
-        living = node.machine.living()
-        require(not living, "E2", f"the agent of {node.node_id} has exited, and its workers live: {living}")
+        has_workers = process.supervisor.has_workers
+        require(not has_workers, "E2", f"the agent of {node.node_id} has exited, and its workers live")
 
 
 def _end(one: WorkerExit) -> str:

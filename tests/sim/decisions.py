@@ -62,6 +62,8 @@ class Truth:
 
     nodes: Mapping[NodeId, Node]
     operated: set[Operated] = field(default_factory=set)
+    joining: frozenset[NodeId] = frozenset()
+    """Nodes that join by the decision that is being checked."""
 
 
 def check_decision(fact: Fact, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -79,7 +81,8 @@ def _joined(fact: NodeJoined, ledger: Ledger, hearing: Hearing, truth: Truth, no
 
 def _lost(fact: NodeLost, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
     require(ledger.live.get(fact.node_id) == fact.incarnation, "B2", f"{fact.incarnation} was lost and is no member")
-    from_s = hearing.may_be_lost_from_s(fact.node_id, fact.incarnation)
+    is_replaced = fact.node_id in truth.joining
+    from_s = hearing.may_be_lost_from_s(fact.node_id, fact.incarnation, is_replaced=is_replaced)
     rule = "E5" if hearing.away else "E1"
     away = f", {sorted(hearing.away)} may still come back" if hearing.away else ""
     require(

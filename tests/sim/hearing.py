@@ -29,6 +29,8 @@ class Hearing:
     heard_s: dict[Incarnation, float] = field(default_factory=dict)
     joined_s: dict[Incarnation, float] = field(default_factory=dict)
     streams: dict[Incarnation, ServerCall] = field(default_factory=dict)
+    latest: dict[Incarnation, int] = field(default_factory=dict)
+    """The number of each incarnation's latest stream: earlier ones are superseded."""
     broke_s: dict[Incarnation, float] = field(default_factory=dict)
     stalls: int = 0
 
@@ -43,7 +45,8 @@ class Hearing:
 
     def heard(self, call: ServerCall, node_id: NodeId, incarnation: Incarnation, now_s: float) -> None:
         self.heard_s[incarnation] = now_s
-        if incarnation not in self.streams or self.streams[incarnation].number < call.number:
+        if self.latest.get(incarnation, 0) < call.number:
+            self.latest[incarnation] = call.number
             self.streams[incarnation] = call
             self.broke_s.pop(incarnation, None)
         if self.away.get(node_id) == incarnation:
@@ -59,9 +62,12 @@ class Hearing:
         """The node is no longer a member, or as another incarnation."""
         self.away.pop(node_id, None)
 
-    def may_be_lost_from_s(self, node_id: NodeId, incarnation: Incarnation) -> float:
-        """Before this nobody may call the incarnation lost."""
-        earliest_s = self.recovered_s if self.away else 0.0
+    def may_be_lost_from_s(self, node_id: NodeId, incarnation: Incarnation, *, is_replaced: bool) -> float:
+        """Before this nobody may call the incarnation lost.
+
+        `is_replaced`: a newer one of the same node takes its place (B2), which judges nobody by silence.
+        """
+        earliest_s = self.recovered_s if self.away and not is_replaced else 0.0
         heard_s = self.heard_s.get(incarnation)
         if heard_s is None and self.loaded.get(node_id) == incarnation:
             return self.recovered_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 KEEPALIVE_S = 20.0
-"""After that long without an answer both ends take the connection for broken (10 s until a ping, 10 s for its answer)."""
+"""After that long without an answer both ends give a connection up: 10 s until a ping, 10 s for its answer."""
 USUAL_LATENCY_S = (0.0002, 0.003)
 
 LATE_CANCEL = 0.5

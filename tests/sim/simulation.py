@@ -22,6 +22,7 @@ from .coordinator import CoordinatorProcess
 from .decisions import Truth, Violation, require
 from .disk import Disk
 from .faults import Faults
+from .ledger import Seated
 from .loop import NothingToDo, SimulatedLoop, Spinning
 from .node import Node
 from .operator import Operator
@@ -230,15 +231,19 @@ class Simulation:
         return self.checks.durable.closed is not None
 
     def _is_training(self) -> bool:
+        """The cycle runs, and truly: each of its nodes is heard, and has all its workers or has finished."""
         cycle = self.checks.durable.cycle
-        if cycle is None or not cycle.is_live or not cycle.ran:
+        return cycle is not None and cycle.is_live and cycle.ran and all(self._trains(cycle, one) for one in cycle.ranks)
+
+    def _trains(self, cycle: Seated, node_id: NodeId) -> bool:
+        node, incarnation = self.nodes[node_id], cycle.incarnations[node_id]
+        if node.agent is None or node.agent.incarnation != incarnation:
             return False
-        workers = self.plan.shape.workers_per_node
-        done = {one for one in cycle.ranks if len(self.checks.durable.exits.get((cycle.number, one), {})) == workers}
-        return all(
-            [one.cycle for one in self.nodes[name].machine.living()] == [cycle.number]
-            for name in set(cycle.ranks) - done
-        )
+        is_heard = self.checks.hearing.is_fresh(incarnation, self.loop.time())
+        ends = [node.machine.ends.get((cycle.number, LocalRank(one))) for one in range(node.machine.workers_per_node)]
+        working = {tree.cycle: len(tree.alive) for tree in node.machine.living()}.get(cycle.number, 0)
+        finished = sum(1 for one in ends if one is not None and one.succeeded)
+        return is_heard and working + finished == len(ends)
 
     def _finish(self) -> None:
         cycle = self.checks.durable.cycle
