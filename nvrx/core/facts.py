@@ -46,6 +46,11 @@ class Cause(enum.Enum):
     STOPPED = "STOPPED"
     SUCCEEDED = "SUCCEEDED"
 
+    @property
+    def is_planned(self) -> bool:
+        """A change that an operator asked for: free, whatever the budgets (rule D5)."""
+        return self in {Cause.DRAINED, Cause.PROMOTED}
+
 
 class RunState(enum.Enum):
     """How a run stands."""

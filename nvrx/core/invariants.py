@@ -284,9 +284,10 @@ def _check_budgets(run: Run) -> None:
     """D5, counted again: no further cycle once a budget is used up."""
     ended = [one for one in run.cycles if one.number >= run.life_began_with and one.failure is not None]
     limit = run.settings
-    if limit.max_restarts == 0:
-        require(not ended, "D5", "a second cycle with max_restarts 0")
     causes = [one.failure.cause for one in ended if one.failure is not None]
+    if limit.max_restarts == 0:
+        unplanned = [one for one in causes if one not in {Cause.DRAINED, Cause.PROMOTED}]
+        require(not unplanned, "D5", f"another cycle with max_restarts 0, after {unplanned}")
     failed = causes.count(Cause.WORKER_FAILED)
     require(failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}")
     taken = [one for one in ended if one.failure is not None and one.running_at is not None]

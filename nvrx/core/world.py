@@ -215,7 +215,7 @@ def _spent_budget(run: Run) -> str | None:
     settings = run.settings
     happened = f"cycle {last.number}: {describe_failure(last.failure)}"
     restarts, replaced = restarts_used(run), replacements_used(run)
-    if restarts > settings.max_restarts or settings.max_restarts == 0:
+    if restarts > settings.max_restarts or (settings.max_restarts == 0 and not last.failure.cause.is_planned):
         return f"{happened}; max_restarts {settings.max_restarts} is used up"
     if settings.max_replacements is not None and replaced > settings.max_replacements:
         return f"{happened}; max_replacements {settings.max_replacements} is used up"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import Context
 from typing import Any, Protocol
 
 import grpc
@@ -48,8 +49,9 @@ class ServerEar(Protocol):
 class Server:
     """The coordinator's end. `is_up` False: the process is gone and nothing of it speaks any more."""
 
-    def __init__(self, ear: ServerEar) -> None:
+    def __init__(self, ear: ServerEar, context: Context) -> None:
         self.is_up = True
+        self.context = context
         self.refuses = False
         self.ear = ear
         self.methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -89,7 +91,7 @@ class ServerCall:
         self.on_end: Callable[[Status], None] | None = None
         connection.on_broken_at_coordinator = self.cancel
         server.calls[self] = None
-        self.task = simulated_loop().watched(self._run(), path)
+        self.task = simulated_loop().watched(self._run(), path, server.context.copy())
 
     def arrived(self, request: bytes | None) -> None:
         """A message of the caller; None: it will send no more."""

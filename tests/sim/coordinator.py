@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 
 from nvrx.core.commands import Command
 from nvrx.core.facts import Fact
@@ -24,7 +25,7 @@ from nvrx.v1 import heartbeat_pb2_grpc, join_pb2_grpc, promote_pb2_grpc, run_pb2
 
 from .calls import Server, ServerEar
 from .disk import Disk, DiskJournal
-from .loop import SimulatedLoop
+from .loop import PROCESS, SimulatedLoop
 
 STOP_WITHIN_S = 3.0
 VERSION = "0.0-sim"
@@ -62,16 +63,17 @@ class CoordinatorProcess:
         on_end: Callable[[str], None],
     ) -> None:
         self._loop = loop
-        self._stalled_s = 0.0
+        context = copy_context()
+        context.run(PROCESS.set, self)
         self.engine = CheckedEngine(
             DiskJournal(disk),
-            clock=lambda: loop.time() + self._stalled_s,
+            clock=loop.time,
             wall=wall,
             timing=timing,
             store=StoreMode.RANK0,
         )
         self.engine.on_decided = on_decided
-        self.server = Server(ear)
+        self.server = Server(ear, context)
         self._heartbeats = HeartbeatService(self.engine, asyncio.Event())
         join_pb2_grpc.add_JoinServiceServicer_to_server(JoinService(self.engine, VERSION), self.server)
         heartbeat_pb2_grpc.add_HeartbeatServiceServicer_to_server(self._heartbeats, self.server)
@@ -79,7 +81,7 @@ class CoordinatorProcess:
         run_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.engine), self.server)
         self.engine.load()
         self._on_end = on_end
-        self._deciding = loop.watched(self._serve(), "engine")
+        self._deciding = loop.watched(self._serve(), "engine", context.copy())
 
     async def _serve(self) -> None:
         try:
@@ -90,8 +92,9 @@ class CoordinatorProcess:
             self._on_end(str(error))
 
     def stall(self, duration_s: float) -> None:
-        """The process was not run for a while: its clock has gone on when it looks again."""
-        self._stalled_s += duration_s
+        """SIGSTOP and, later, SIGCONT: what is sent to it meanwhile waits in its buffers."""
+        self._loop.suspend(self)
+        self._loop.call_later(duration_s, self._loop.resume, self)
 
     def crash(self, *, keep_unsynced: bool) -> None:
         """SIGKILL: a batch that is being written is kept entirely or lost."""
@@ -99,6 +102,7 @@ class CoordinatorProcess:
         self._loop.end_disk_jobs(keep=keep_unsynced)
         if asyncio.current_task() is not self._deciding:
             self._deciding.cancel()
+        self._loop.resume(self)
 
     async def stop(self) -> None:
         """SIGTERM (rule E7): streams are closed with a reason that means come back; what is being written is kept."""

@@ -157,10 +157,10 @@ def _spent(ledger: Ledger) -> str:
     settings = ledger.settings
     assert settings is not None
     failed = len(ledger.ended_by(Cause.WORKER_FAILED))
-    gone = sum(1 for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT) if one.ran)
-    counted = failed + gone
-    if failed > settings.max_restarts or (settings.max_restarts == 0 and counted):
-        return f"{failed} failures of workers, max_restarts {settings.max_restarts}"
+    losses = ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
+    gone = sum(1 for one in losses if one.ran)
+    if failed > settings.max_restarts or (settings.max_restarts == 0 and losses):
+        return f"{failed} failures of workers, {len(losses)} losses, max_restarts {settings.max_restarts}"
     if settings.max_replacements is not None and gone > settings.max_replacements:
         return f"{gone} losses, max_replacements {settings.max_replacements}"
     return ""

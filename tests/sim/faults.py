@@ -9,6 +9,7 @@ from nvrx.core.facts import Cause
 from nvrx.core.ids import LocalRank
 
 from .decisions import Operated
+from .hearing import Span
 from .node import Node
 from .plan import Fault, Kind
 
@@ -117,9 +118,11 @@ class Faults:
             simulation.loop.watched(stop(), "the coordinator stops")
 
     def coordinator_stalls(self, node: Node, fault: Fault) -> None:
-        if self._simulation.coordinator is not None:
-            self._simulation.coordinator.stall(fault.duration_s)
-            self._simulation.checks.hearing.stalls += 1
+        simulation = self._simulation
+        if simulation.coordinator is not None and not simulation.loop.is_suspended:
+            now_s = simulation.loop.time()
+            simulation.coordinator.stall(fault.duration_s)
+            simulation.checks.hearing.stalls.append(Span(now_s, now_s + fault.duration_s))
 
     def journal_fails(self, node: Node, fault: Fault) -> None:
         self._simulation.disk.fails_next = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,12 @@ FRESH_INTERVALS = 2.0
 ROUNDING_S = 0.01
 STALL_UNNOTICED_S = 0.25
 """A stall is noticed by a pulse of this length: that much of it may go unnoticed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    from_s: float
+    to_s: float
 
 
 @dataclass
@@ -32,16 +39,22 @@ class Hearing:
     latest: dict[Incarnation, int] = field(default_factory=dict)
     """The number of each incarnation's latest stream: earlier ones are superseded."""
     broke_s: dict[Incarnation, float] = field(default_factory=dict)
-    stalls: int = 0
+    stalls: list[Span] = field(default_factory=list)
+    """When the coordinator was suspended: that time is held against nobody (rule E1)."""
 
     @property
     def slack_s(self) -> float:
-        return ROUNDING_S + STALL_UNNOTICED_S * self.stalls
+        return ROUNDING_S + STALL_UNNOTICED_S * len(self.stalls)
+
+    def stalled_s(self, since_s: float, until_s: float) -> float:
+        """How much of a span the coordinator was suspended."""
+        return sum(max(0.0, min(one.to_s, until_s) - max(one.from_s, since_s)) for one in self.stalls)
 
     @property
     def recovered_s(self) -> float:
         """From here on nobody is waited for any more after the restart."""
-        return self.began_s + max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S) - self.slack_s
+        span_s = max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S) + self.stalled_s(self.began_s, math.inf)
+        return self.began_s + span_s - self.slack_s
 
     def heard(self, call: ServerCall, node_id: NodeId, incarnation: Incarnation, now_s: float) -> None:
         self.heard_s[incarnation] = now_s
@@ -72,9 +85,11 @@ class Hearing:
         if heard_s is None and self.loaded.get(node_id) == incarnation:
             return self.recovered_s
         since_s = heard_s if heard_s is not None else self.joined_s.get(incarnation, self.began_s)
-        lease_s = since_s + self.timing.lease_ttl_s
+        lease_s = since_s + self.timing.lease_ttl_s + self.stalled_s(since_s, math.inf)
         if incarnation in self.broke_s:
-            lease_s = min(lease_s, self.broke_s[incarnation] + self.timing.reconnect_grace_s)
+            broke_s = self.broke_s[incarnation]
+            grace_s = self.timing.reconnect_grace_s + self.stalled_s(broke_s, math.inf)
+            lease_s = min(lease_s, broke_s + grace_s)
         return max(earliest_s, lease_s - self.slack_s)
 
     def is_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
@@ -82,4 +97,5 @@ class Hearing:
         heard_s = self.heard_s.get(incarnation)
         if heard_s is None or incarnation not in self.streams:
             return False
-        return now_s - heard_s <= FRESH_INTERVALS * self.timing.heartbeat_interval_s + ROUNDING_S
+        silent_s = now_s - heard_s - self.stalled_s(heard_s, now_s)
+        return silent_s <= FRESH_INTERVALS * self.timing.heartbeat_interval_s + ROUNDING_S

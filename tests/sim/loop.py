@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 CLOCK_RESOLUTION_S = 1e-9
@@ -49,6 +50,10 @@ class _Clockwork:
         pass
 
 
+PROCESS: ContextVar[object | None] = ContextVar("process", default=None)
+"""Whose code runs: set for what may be suspended as one."""
+
+
 class DiskJob:
     """One call of the disk that is under way."""
 
@@ -68,6 +73,33 @@ class DiskJob:
                 self._answer.set_result(result)
 
 
+class _Gate:
+    """A callback of a process that may be suspended."""
+
+    def __init__(self, loop: SimulatedLoop, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._context: Context | None = None
+        self.handle: asyncio.Handle | None = None
+
+    def __call__(self) -> None:
+        if self._loop.puts_off(self):
+            self._context = copy_context()
+        else:
+            self._callback(*self._args)
+
+    def run_late(self) -> None:
+        assert self.handle is not None
+        if not self.handle.cancelled():
+            self._loop.call_soon(self._again, context=self._context)
+
+    def _again(self) -> None:
+        assert self.handle is not None
+        if not self.handle.cancelled():
+            self._callback(*self._args)
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Deterministic: the same calls in the same order have the same course."""
 
@@ -78,6 +110,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._clock_resolution = CLOCK_RESOLUTION_S
         self._disk_delay_s = disk_delay_s
         self._jobs: list[DiskJob] = []
+        self._suspended: object | None = None
+        self._put_off: list[_Gate] = []
         self.on_error: Callable[[str], None] = lambda _: None
         self.set_exception_handler(self._note_error)
 
@@ -89,6 +123,53 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         pass
+
+    # ---- suspending a process ---------------------------------------------------------------------------
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        if self._process_of(context) is None:
+            return super().call_soon(callback, *args, context=context)
+        gate = _Gate(self, callback, args)
+        gate.handle = super().call_soon(gate, context=context)
+        return gate.handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        if self._process_of(context) is None:
+            return super().call_at(when, callback, *args, context=context)
+        gate = _Gate(self, callback, args)
+        gate.handle = handle = super().call_at(when, gate, context=context)
+        return handle
+
+    def _process_of(self, context: Context | None) -> object | None:
+        return PROCESS.get() if context is None else context.get(PROCESS)
+
+    @property
+    def is_suspended(self) -> bool:
+        return self._suspended is not None
+
+    def suspend(self, process: object) -> None:
+        """SIGSTOP: nothing of a process runs, whatever becomes due."""
+        self._suspended = process
+
+    def resume(self, process: object) -> None:
+        """SIGCONT: what had become due runs now, in its order."""
+        if self._suspended is not process:
+            return
+        self._suspended = None
+        gates, self._put_off = self._put_off, []
+        for gate in gates:
+            gate.run_late()
+
+    def puts_off(self, gate: _Gate) -> bool:
+        """Whether a callback that is due now has to wait, because its process is suspended."""
+        if self._suspended is None or PROCESS.get() is not self._suspended:
+            return False
+        self._put_off.append(gate)
+        return True
+
+    # ---- the disk ---------------------------------------------------------------------------------------
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """A call that would block: done at once, after the disk's delay."""
@@ -111,9 +192,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 job.work()
         self._jobs.clear()
 
-    def watched(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def watched(self, work: Coroutine[Any, Any, Any], name: str, context: Context | None = None) -> asyncio.Task[Any]:
         """A task whose failure is noted at once: nobody else looks at it."""
-        task = self.create_task(work, name=name)
+        task = self.create_task(work, name=name, context=context)
         task.add_done_callback(self._look_at)
         return task
 

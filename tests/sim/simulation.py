@@ -211,6 +211,7 @@ class Simulation:
 
     def _heal(self) -> None:
         self.disk_s = DISK_S
+        self.disk.fails_next = False
         self.start_coordinator()
         for node in self.nodes.values():
             node.machine.ignores_term = False
@@ -233,10 +234,15 @@ class Simulation:
     def _is_training(self) -> bool:
         """The cycle runs, and truly: each of its nodes is heard, and has all its workers or has finished."""
         cycle = self.checks.durable.cycle
-        return cycle is not None and cycle.is_live and cycle.ran and all(self._trains(cycle, one) for one in cycle.ranks)
+        return (
+            cycle is not None and cycle.is_live and cycle.ran and all(self._trains(cycle, one) for one in cycle.ranks)
+        )
 
     def _trains(self, cycle: Seated, node_id: NodeId) -> bool:
         node, incarnation = self.nodes[node_id], cycle.incarnations[node_id]
+        told = self.checks.durable.exits.get((cycle.number, node_id), {})
+        if len(told) == node.machine.workers_per_node and all(one.succeeded for one in told.values()):
+            return True
         if node.agent is None or node.agent.incarnation != incarnation:
             return False
         is_heard = self.checks.hearing.is_fresh(incarnation, self.loop.time())
