@@ -214,6 +214,7 @@ class Engine:
 
     def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation) -> Session:
         """A member's stream opened; an older stream of the same member is superseded. Raises Refused."""
+        self._bear_own_stall()
         hosted = self.find(run_id)
         require_member(hosted.run, node_id, incarnation)
         session = Session(hosted.run.run_id, node_id, incarnation)
@@ -229,6 +230,7 @@ class Engine:
 
     def close_session(self, session: Session) -> None:
         """A stream ended: the node's lease shrinks to the reconnect grace, unless a newer stream took over."""
+        self._bear_own_stall()
         hosted = self.runs[session.run_id]
         hosted.session_ended.set()
         if hosted.sessions.get(session.node_id) is not session:
@@ -241,6 +243,7 @@ class Engine:
         self, session: Session, phase: AgentPhase, cycle: CycleNumber | None, store_ports: tuple[int, ...]
     ) -> None:
         """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
+        self._bear_own_stall()
         hosted = self.runs[session.run_id]
         require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         if not _is_present(hosted, session):
@@ -312,7 +315,8 @@ class Engine:
     def _bear_own_stall(self) -> None:
         """E1: suspended, paused or starved for a while, the coordinator holds that time against nobody.
 
-        Called by a steady pulse, and before anything is decided: after a stall no lease is judged first.
+        Called by a steady pulse, and before anything is heard or decided: after a stall no lease is judged first, and
+        what was heard after it is not extended by it.
         """
         now = self._clock()
         late_s = 0.0 if self._pulse_at is None else now - self._pulse_at

@@ -156,7 +156,8 @@ class ServerCall:
 
     def _close(self) -> None:
         if not self._is_over and self._server.is_up:
-            self._server.ear.over(self)
+            # The coordinator learns it when it runs again, if it is suspended now.
+            simulated_loop().call_soon(self._server.ear.over, self, context=self._server.context.copy())
         self._is_over = True
         self._server.calls.pop(self, None)
 

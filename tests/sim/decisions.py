@@ -148,7 +148,7 @@ def _check_nobody_stops(chosen: list[NodeId], ledger: Ledger, hearing: Hearing, 
     for node_id, since_s in since.items():
         node = truth.nodes[node_id]
         until_s = since_s + node.stop_grace_s + STOPPING_MARGIN_S - ROUNDING_S
-        living = node.machine.living()
+        living = [one for one in node.machine.living() if one.alive]
         require(not living or now_s >= until_s, "D2", f"{node_id} leaves the world, and its workers live: {living}")
 
 

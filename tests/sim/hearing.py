@@ -95,7 +95,8 @@ class Hearing:
     def is_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
         """Connected, and heard within the last two intervals (rule C1)."""
         heard_s = self.heard_s.get(incarnation)
-        if heard_s is None or incarnation not in self.streams:
+        is_connected = incarnation in self.streams or now_s - self.broke_s.get(incarnation, 0.0) <= ROUNDING_S
+        if heard_s is None or not is_connected:
             return False
         silent_s = now_s - heard_s - self.stalled_s(heard_s, now_s)
         return silent_s <= FRESH_INTERVALS * self.timing.heartbeat_interval_s + ROUNDING_S
