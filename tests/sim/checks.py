@@ -40,6 +40,11 @@ class Checks:
         """The durable ledger at each revision."""
         self.facts: list[Fact] = []
         self._decided = Ledger()
+        self._former: frozenset[Incarnation] = frozenset()
+        """Incarnations that were members before the state was lost."""
+        self._had_succeeded = False
+        self._spawned_before: dict[NodeId, int] = {}
+        """How many cycles each node had started when the state was lost: only agents that live on know them."""
         self._unwritten: deque[tuple[Fact, float]] = deque()
         self.hearing = Hearing(0.0, timing, {})
         self._said_revision: dict[ServerCall, int] = {}
@@ -59,6 +64,14 @@ class Checks:
         except Violation as violation:
             self.note(f"BROKEN {violation}")
             self._failed(violation)
+
+    def state_lost(self) -> None:
+        """All that was on disk is gone; agents of before go by what they were told, until they hear of it."""
+        self._former |= self.durable.joined_ever
+        self._spawned_before = {name: len(one.machine.spawned) for name, one in self.truth.nodes.items()}
+        self._had_succeeded |= self.durable.closed is not None and self.durable.closed.state is RunState.SUCCEEDED
+        self.at = [Ledger()]
+        self.facts = []
 
     # ---- the coordinator --------------------------------------------------------------------------------
 
@@ -128,6 +141,9 @@ class Checks:
             self._check_revision(call, message.revision)
             incarnation = Incarnation(call.first.incarnation)
             require(incarnation in self.durable.joined_ever, "journal", f"{incarnation} was let in and is not on disk")
+        elif isinstance(message, join_pb2.LeaveResponse):
+            is_member = Incarnation(call.first.incarnation) in self.durable.live.values()
+            require(not is_member, "journal", f"{call.first.incarnation} was let go, and is a member on disk")
         elif isinstance(message, OPERATED):
             self._check_revision(call, message.revision)
 
@@ -201,11 +217,16 @@ class Checks:
     def _check_spawned(self, node: Node, incarnation: Incarnation, cycle: CycleNumber) -> None:
         living = [one.cycle for one in node.machine.living()]
         require(living == [cycle], "D2", f"{node.node_id} has workers of the cycles {living}")
-        earlier = node.machine.spawned[:-1]
+        assert node.agent is not None
+        earlier = [
+            *node.machine.spawned[self._spawned_before.get(node.node_id, 0) : -1],
+            *node.agent.supervisor.spawned[:-1],
+        ]
         require(all(one < cycle for one in earlier), "A3", f"{node.node_id} starts cycle {cycle} after {earlier}")
         chosen = self.durable.find(cycle)
         seat = chosen.incarnations.get(node.node_id) if chosen is not None else None
-        require(seat == incarnation, "journal", f"{incarnation} starts cycle {cycle}; on disk its seat has {seat}")
+        known = seat == incarnation or incarnation in self._former
+        require(known, "journal", f"{incarnation} starts cycle {cycle}; on disk its seat has {seat}")
 
     def did(self, node: Node, incarnation: Incarnation, deed: machine.Deed, agent: machine.Agent) -> None:
         match deed:
@@ -238,7 +259,7 @@ class Checks:
     def _check_exit(self, node: Node, process: AgentProcess, code: int) -> None:
         closed = self.durable.closed
         if code == 0:
-            well = closed is not None and closed.state is RunState.SUCCEEDED
+            well = self._had_succeeded or (closed is not None and closed.state is RunState.SUCCEEDED)
             require(well, "D8", f"the agent of {node.node_id} exits 0, and the run has not succeeded")
         has_workers = process.supervisor.has_workers
         require(not has_workers, "E2", f"the agent of {node.node_id} has exited, and its workers live")

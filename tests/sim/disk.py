@@ -31,6 +31,7 @@ class Disk:
     on_durable: Callable[[Sequence[Row]], None]
     journal_id: JournalId = JournalId("journal-0")
     fails_next: bool = False
+    lives: int = 0
     _rows: list[_Text] = field(default_factory=list)
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -40,6 +41,12 @@ class Disk:
         texts = [_Text(one.run_id, one.revision, kind_of(one.fact), encode(one.fact)) for one in rows]
         self._rows += texts
         self.on_durable([one.row() for one in texts])
+
+    def lose_all(self) -> None:
+        """Somebody begins with an empty state directory: another journal."""
+        self._rows.clear()
+        self.lives += 1
+        self.journal_id = JournalId(f"journal-{self.lives}")
 
     def rows(self) -> Iterator[Row]:
         return (one.row() for one in self._rows)

@@ -36,10 +36,17 @@ class Faults:
     # ---- nodes ------------------------------------------------------------------------------------------
 
     def worker_fails(self, node: Node, fault: Fault) -> None:
-        node.end_worker(LocalRank(fault.amount % node.machine.workers_per_node), 1 + fault.amount % 100)
+        rank = LocalRank(fault.amount % node.machine.workers_per_node)
+        self._that_works(node).end_worker(rank, 1 + fault.amount % 100)
 
     def worker_finishes(self, node: Node, fault: Fault) -> None:
-        node.end_worker(LocalRank(fault.amount % node.machine.workers_per_node), 0)
+        rank = LocalRank(fault.amount % node.machine.workers_per_node)
+        self._that_works(node).end_worker(rank, 0)
+
+    def _that_works(self, node: Node) -> Node:
+        """The node, or if it has no workers the first one that has."""
+        having = (one for one in self._simulation.nodes.values() if one.machine.living())
+        return node if node.machine.living() else next(having, node)
 
     def spawn_fails(self, node: Node, fault: Fault) -> None:
         node.machine.fails_next_spawn = True
@@ -102,6 +109,13 @@ class Faults:
         if process is not None:
             process.crash(keep_unsynced=keep_unsynced)
             self._later(fault.duration_s, simulation.start_coordinator)
+
+    def state_lost(self, node: Node, fault: Fault) -> None:
+        simulation = self._simulation
+        self._crash(fault, keep_unsynced=False)
+        simulation.disk.lose_all()
+        simulation.checks.state_lost()
+        simulation.operator.begin_anew()
 
     def coordinator_stops(self, node: Node, fault: Fault) -> None:
         simulation = self._simulation

@@ -34,6 +34,12 @@ class Operator:
         self._promotes: Any = promote_pb2_grpc.PromoteServiceStub(self._channel)
         self._runs: Any = run_pb2_grpc.RunServiceStub(self._channel)
         self.seen = 0
+        self._journals = 0
+
+    def begin_anew(self) -> None:
+        """The state was lost: facts are counted from the first again, and what is still under way is of before."""
+        self.seen = 0
+        self._journals += 1
 
     async def promote(self, node_id: NodeId, replace: NodeId | None, *, immediate: bool) -> None:
         await self._ask(
@@ -64,9 +70,12 @@ class Operator:
 
     async def _watch(self, checks: Checks) -> None:
         while True:
+            journal = self._journals
             stream = self._runs.WatchFacts(run_pb2.WatchFactsRequest(run_id=RUN, from_revision=self.seen + 1))
             try:
                 while isinstance(response := await stream.read(), run_pb2.WatchFactsResponse):
+                    if journal != self._journals:
+                        break
                     checks.hold(self._check_seen, response.fact, checks)
                     self.seen = response.fact.revision
             except grpc.aio.AioRpcError:

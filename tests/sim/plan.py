@@ -14,7 +14,9 @@ from nvrx.core.shape import RankPolicy, SettingsWish, Shape
 
 CHAOS_FROM_S = 1.0
 CHAOS_S = (15.0, 70.0)
-FAULTS = (1, 14)
+FAULTS = (1, 24)
+TOGETHER = 0.4
+"""How often a fault comes within a second of another: what fails together is what is hard."""
 LONG_S = (0.5, 40.0)
 SHORT_S = (0.1, 6.0)
 
@@ -43,6 +45,7 @@ class Kind(enum.Enum):
     COORDINATOR_STALLS = "the coordinator is not run for a while"
     JOURNAL_FAILS = "the next write of the journal fails"
     DISK_SLOW = "the disk is slow"
+    STATE_LOST = "the coordinator dies, and all that it had kept is lost"
     CLOCK_STEPS = "the time of day is set"
     PROMOTE = "an operator promotes it"
     DRAIN = "an operator drains it"
@@ -72,6 +75,7 @@ _WEIGHTS = {
     Kind.COORDINATOR_STALLS: 2,
     Kind.JOURNAL_FAILS: 2,
     Kind.DISK_SLOW: 2,
+    Kind.STATE_LOST: 0.7,
     Kind.CLOCK_STEPS: 1,
     Kind.PROMOTE: 4,
     Kind.DRAIN: 5,
@@ -129,7 +133,8 @@ def make_plan(seed: int) -> Plan:
     nodes = len(places)
     chaos_s = random.uniform(*CHAOS_S)
     kinds = random.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=random.randint(*FAULTS))
-    faults = sorted((_fault(random, kind, nodes, chaos_s) for kind in kinds), key=lambda one: one.at_s)
+    moments = [CHAOS_FROM_S + random.uniform(0.0, chaos_s) for _ in kinds]
+    faults = sorted((_fault(random, kind, nodes, moments) for kind in kinds), key=lambda one: one.at_s)
     return Plan(
         seed=seed,
         shape=shape,
@@ -147,8 +152,9 @@ def make_plan(seed: int) -> Plan:
     )
 
 
-def _fault(random: Random, kind: Kind, nodes: int, chaos_s: float) -> Fault:
-    at_s = CHAOS_FROM_S + random.uniform(0.0, chaos_s)
+def _fault(random: Random, kind: Kind, nodes: int, moments: list[float]) -> Fault:
+    at_s = random.choice(moments[: len(moments) // 4 + 1]) if random.random() < TOGETHER else random.choice(moments)
+    at_s += random.uniform(0.0, 1.0)
     span_s = LONG_S if kind in _LONG and random.random() < 0.6 else SHORT_S
     return Fault(at_s, kind, random.randrange(nodes), random.uniform(*span_s), random.randrange(1000))
 

@@ -78,6 +78,7 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._commands: asyncio.Queue[CycleNumber | None] = asyncio.Queue()
         self._tree: Tree | None = None
+        self.spawned: list[CycleNumber] = []
         self._is_dead = False
         self._working = self._loop.create_task(self._work(), name="supervisor")
 
@@ -131,6 +132,8 @@ class Supervisor:
         self._tree = Tree(cycle, {LocalRank(one) for one in range(node.workers_per_node)})
         node.trees.append(self._tree)
         node.spawned.append(cycle)
+        self.spawned.append(cycle)
+        node.ends = {of: end for of, end in node.ends.items() if of[0] != cycle}
         self._spawned(cycle)
         self._tell(machine.WorkersStarted(cycle))
 
