@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from nvrx.client.conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
 from nvrx.client.coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
+from nvrx.client.store_ports import OFFERED
 from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.endpoint import HostPort
@@ -29,7 +30,6 @@ from .supervisor import Supervisor
 
 LAST_WORDS_WITHIN_S = 2.0
 ANSWER_WITHIN_S = 1.0
-PORTS_OFFERED = 2
 TOLD_AT_ONCE = {AgentPhase.RUNNING, AgentPhase.FAILED, AgentPhase.SUCCEEDED}
 ENDPOINT = HostPort("coordinator", 7700)
 
@@ -201,7 +201,7 @@ class AgentProcess:
 
     def _actual(self) -> Actual:
         first = self._host.first_port
-        return Actual(self.agent.phase, self.agent.cycle, tuple(range(first, first + PORTS_OFFERED)))
+        return Actual(self.agent.phase, self.agent.cycle, tuple(range(first, first + OFFERED)))
 
     def _on_desired(self, wanted: Desired) -> None:
         if wanted.assignment is not None and wanted.assignment.master is not None and wanted.assignment.group_rank == 0:

@@ -43,9 +43,9 @@ class CheckedEngine(Engine):
         super()._decide(run_id, command, work)
         facts = [one.fact for one in work.rows[rows_before:]]
         if facts:
+            self.on_decided(facts)
             check_step(before, command, facts, work.runs[run_id])
             check_state(work.runs[run_id])
-            self.on_decided(facts)
 
 
 class CoordinatorProcess:
@@ -57,6 +57,7 @@ class CoordinatorProcess:
         loop: SimulatedLoop,
         *,
         timing: Timing,
+        store: StoreMode,
         wall: Callable[[], float],
         ear: ServerEar,
         on_decided: Callable[[Sequence[Fact]], None],
@@ -70,7 +71,7 @@ class CoordinatorProcess:
             clock=loop.time,
             wall=wall,
             timing=timing,
-            store=StoreMode.RANK0,
+            store=store,
         )
         self.engine.on_decided = on_decided
         self.server = Server(ear, context)

@@ -14,8 +14,8 @@ from .calls import ServerCall
 RECOVERY_AT_LEAST_S = 15.0
 FRESH_INTERVALS = 2.0
 ROUNDING_S = 0.01
-STALL_UNNOTICED_S = 0.25
-"""A stall is noticed by a pulse of this length: that much of it may go unnoticed."""
+STALL_UNNOTICED_S = 0.5
+"""Looked for by a pulse every 0.25 s that is later than as much again: that much may go unnoticed."""
 
 
 @dataclass(frozen=True)

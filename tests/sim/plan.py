@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from random import Random
 
-from nvrx.core.presence import Timing
+from nvrx.core.presence import StoreMode, Timing
 from nvrx.core.shape import RankPolicy, SettingsWish, Shape
 
 CHAOS_FROM_S = 1.0
@@ -118,6 +118,7 @@ class Plan:
     places: tuple[Place, ...]
     stop_grace_s: float
     coordinator_grace_s: float
+    store: StoreMode
     faults: tuple[Fault, ...]
 
     @property
@@ -148,6 +149,7 @@ def make_plan(seed: int) -> Plan:
         places=places,
         stop_grace_s=random.choice([1.0, 3.0, 6.0]),
         coordinator_grace_s=random.choice([600.0, 600.0, 600.0, 20.0]),
+        store=random.choice([StoreMode.RANK0, StoreMode.RANK0, StoreMode.OFF]),
         faults=tuple(faults),
     )
 

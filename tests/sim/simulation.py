@@ -34,6 +34,8 @@ DISK_S = (0.0005, 0.02)
 SLOW_DISK_S = (0.5, 3.0)
 LOOK_AGAIN_S = 0.25
 AGENT_RESTARTS_AFTER_S = 1.0
+UNDER_WAY_S = 6.0
+"""How long calls of before may still be under way."""
 STAYS_S = 3.0
 KEEPALIVE_AND_RECOVERY_S = 20.0 + 15.0
 BACKOFF_AND_SETTLE_S = 30.0 + 2.0
@@ -120,6 +122,7 @@ class Simulation:
             self.disk,
             self.loop,
             timing=self.plan.timing,
+            store=self.plan.store,
             wall=lambda: WALL_S + self.loop.time() + self.wall_step_s,
             ear=self.checks,
             on_decided=self.checks.decided,
@@ -182,6 +185,7 @@ class Simulation:
         self.is_quiet = True
         self._heal()
         keeping = self.loop.watched(self._keep_agents(), "agents are started again")
+        await asyncio.sleep(UNDER_WAY_S)
         plan = self.plan
         bound_s = (
             plan.timing.lease_ttl_s
