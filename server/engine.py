@@ -50,10 +50,12 @@ class Said:
 class Session:
     """An open heartbeat stream of one incarnation; `news` is set when there may be something to tell it."""
 
-    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation) -> None:
+    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation, sequence: int) -> None:
         self.run_id = run_id
         self.node_id = node_id
         self.incarnation = incarnation
+        self.sequence = sequence
+        """The number of its first request: numbers rise over all streams of an incarnation."""
         self.news = asyncio.Event()
         self.news.set()
         self.acknowledged = 0
@@ -212,13 +214,19 @@ class Engine:
 
     # ---- sessions and watches -----------------------------------------------------------------------------
 
-    def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation) -> Session:
-        """A member's stream opened; an older stream of the same member is superseded. Raises Refused."""
+    def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation, sequence: int = 1) -> Session:
+        """A member's stream opened; an older stream of the same member is superseded. Raises Refused.
+
+        `sequence` is the number of the stream's first request. A stream that its agent gave up may arrive after the
+        one that it opened instead, when the connection of each had been cut off: it supersedes nothing.
+        """
         self._bear_own_stall()
         hosted = self.find(run_id)
         require_member(hosted.run, node_id, incarnation)
-        session = Session(hosted.run.run_id, node_id, incarnation)
+        session = Session(hosted.run.run_id, node_id, incarnation, sequence)
         older = hosted.sessions.get(node_id)
+        if older is not None and older.incarnation == incarnation and sequence < older.sequence:
+            raise superseded(node_id)
         if older is not None:
             older.is_superseded = True
             older.news.set()
@@ -448,6 +456,11 @@ class Engine:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
         self._journal.close()
+
+
+def superseded(node_id: NodeId) -> Refused:
+    """What an older stream of a member is told."""
+    return Refused(Reason.STALE_INCARNATION, f"a newer stream of node {node_id} took over", {"node_id": node_id})
 
 
 def _is_present(hosted: Hosted, session: Session) -> bool:

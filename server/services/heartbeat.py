@@ -16,7 +16,7 @@ from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
 from nvrx.wire import membership, views
 from nvrx.wire.units import duration
 
-from ..engine import Engine, Said, Session
+from ..engine import Engine, Said, Session, superseded
 from .answering import Context, refuse
 
 TERM = 1
@@ -62,7 +62,9 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         if not isinstance(first, heartbeat_pb2.HeartbeatRequest):
             return
         engine = self._engine
-        session = engine.open_session(first.run_id, NodeId(first.node_id), Incarnation(first.incarnation))
+        session = engine.open_session(
+            first.run_id, NodeId(first.node_id), Incarnation(first.incarnation), first.sequence
+        )
         self._sessions[session] = None
         reading = asyncio.create_task(self._read(context, session, first))
         try:
@@ -114,11 +116,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             if self._closing.is_set():
                 raise Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; come back to it", {})
             if session.is_superseded:
-                raise Refused(
-                    Reason.STALE_INCARNATION,
-                    f"a newer stream of node {session.node_id} took over",
-                    {"node_id": session.node_id},
-                )
+                raise superseded(session.node_id)
             desired = self._engine.desired(session)
             said = Said(desired, session.heard)
             if said == session.said:

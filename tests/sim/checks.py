@@ -117,8 +117,7 @@ class Checks:
 
     def heard(self, call: ServerCall, message: Any) -> None:
         if isinstance(message, heartbeat_pb2.HeartbeatRequest):
-            incarnation = Incarnation(message.incarnation)
-            self.hearing.heard(call, NodeId(message.node_id), incarnation, self._clock())
+            self.hearing.heard(call, message, self._clock())
             told = [(message.sequence, CycleNumber(one.cycle), LocalRank(one.local_rank)) for one in message.workers]
             self._reported.setdefault(call, []).extend(told)
 

@@ -159,16 +159,16 @@ class Faults:
         simulation = self._simulation
         cycle = simulation.checks.durable.cycle
         replace = None
-        if cycle is not None and fault.amount % 3 == 0:
+        if cycle is not None and fault.amount % 2 == 0:
             replace = list(cycle.ranks)[fault.amount % len(cycle.ranks)]
         simulation.truth.operated.add(Operated(Cause.PROMOTED, node.node_id))
-        asked = simulation.operator.promote(node.node_id, replace, immediate=fault.amount % 2 == 0)
+        asked = simulation.operator.promote(node.node_id, replace, immediate=fault.amount % 3 != 0)
         simulation.loop.watched(asked, "promote")
 
     def drain(self, node: Node, fault: Fault) -> None:
         simulation = self._simulation
         simulation.truth.operated.add(Operated(Cause.DRAINED, node.node_id))
-        asked = simulation.operator.drain(node.node_id, immediate=fault.amount % 2 == 0)
+        asked = simulation.operator.drain(node.node_id, immediate=fault.amount % 3 != 0)
         simulation.loop.watched(asked, "drain")
 
     def undrain(self, node: Node, fault: Fault) -> None:

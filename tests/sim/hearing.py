@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from nvrx.core.ids import Incarnation, NodeId
 from nvrx.core.presence import Timing
+from nvrx.v1 import heartbeat_pb2
 
 from .calls import ServerCall
 
@@ -36,8 +37,8 @@ class Hearing:
     heard_s: dict[Incarnation, float] = field(default_factory=dict)
     joined_s: dict[Incarnation, float] = field(default_factory=dict)
     streams: dict[Incarnation, ServerCall] = field(default_factory=dict)
-    latest: dict[Incarnation, int] = field(default_factory=dict)
-    """The number of each incarnation's latest stream: earlier ones are superseded."""
+    taken: dict[ServerCall, None] = field(default_factory=dict)
+    """Streams whose words count."""
     broke_s: dict[Incarnation, float] = field(default_factory=dict)
     stalls: list[Span] = field(default_factory=list)
     """When the coordinator was suspended: that time is held against nobody (rule E1)."""
@@ -56,16 +57,23 @@ class Hearing:
         span_s = max(self.timing.lease_ttl_s, RECOVERY_AT_LEAST_S) + self.stalled_s(self.began_s, math.inf)
         return self.began_s + span_s - self.slack_s
 
-    def heard(self, call: ServerCall, node_id: NodeId, incarnation: Incarnation, now_s: float) -> None:
-        self.heard_s[incarnation] = now_s
-        if self.latest.get(incarnation, 0) < call.number:
-            self.latest[incarnation] = call.number
+    def heard(self, call: ServerCall, message: heartbeat_pb2.HeartbeatRequest, now_s: float) -> None:
+        node_id, incarnation = NodeId(message.node_id), Incarnation(message.incarnation)
+        if message is call.first:
+            current = self.streams.get(incarnation)
+            if current is not None and message.sequence < current.first.sequence:
+                return  # a stream that was given up before the current one was opened
             self.streams[incarnation] = call
             self.broke_s.pop(incarnation, None)
+            self.taken[call] = None
+        if call not in self.taken:
+            return
+        self.heard_s[incarnation] = now_s
         if self.away.get(node_id) == incarnation:
             del self.away[node_id]
 
     def over(self, call: ServerCall, now_s: float) -> None:
+        self.taken.pop(call, None)
         for incarnation, stream in list(self.streams.items()):
             if stream is call:
                 del self.streams[incarnation]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 
 KEEPALIVE_S = 20.0
 """After that long without an answer both ends give a connection up: 10 s until a ping, 10 s for its answer."""
+RETRANSMITTED_WITHIN_S = 4.0
 USUAL_LATENCY_S = (0.0002, 0.003)
 
 LATE_CANCEL = 0.5
@@ -22,27 +22,42 @@ LATE_CANCEL = 0.5
 Arrive = Callable[[], None]
 
 
-@dataclass
 class Way:
-    """One direction of a link. While it is blocked, what arrives is held."""
+    """One direction of a link. While it is blocked, what arrives is held, and after that for a retransmission more.
 
-    blocks: int = 0
-    held: list[Arrive] = field(default_factory=list)
+    Each connection is sent again by itself, so that of two the later may come first.
+    """
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._blocks = 0
+        self._held: dict[Pipe, deque[Arrive]] = {}
 
     @property
     def is_blocked(self) -> bool:
-        return self.blocks > 0
+        return self._blocks > 0
 
-    def pass_on(self, arrive: Arrive) -> None:
-        if self.is_blocked:
-            self.held.append(arrive)
+    def pass_on(self, pipe: Pipe, arrive: Arrive) -> None:
+        if self.is_blocked or pipe in self._held:
+            self._held.setdefault(pipe, deque()).append(arrive)
         else:
             arrive()
 
+    def block(self) -> None:
+        self._blocks += 1
+
     def unblock(self) -> None:
-        self.blocks -= 1
-        while self.held and not self.is_blocked:
-            self.held.pop(0)()
+        self._blocks -= 1
+        if not self.is_blocked:
+            for pipe in self._held:
+                after_s = self._random.uniform(0.0, RETRANSMITTED_WITHIN_S)
+                asyncio.get_running_loop().call_later(after_s, self._retransmit, pipe)
+
+    def _retransmit(self, pipe: Pipe) -> None:
+        if self.is_blocked:
+            return
+        for arrive in self._held.pop(pipe, ()):
+            arrive()
 
 
 class Link:
@@ -50,8 +65,8 @@ class Link:
 
     def __init__(self, name: str, random: Random) -> None:
         self.name = name
-        self.up = Way()
-        self.down = Way()
+        self.up = Way(random)
+        self.down = Way(random)
         self.latency_s = USUAL_LATENCY_S
         self._random = random
         self.connections: list[Connection] = []
@@ -71,7 +86,7 @@ class Link:
         """Stall some ways for a while; when it lasts, both ends give their connections up."""
         loop = asyncio.get_running_loop()
         for way in ways:
-            way.blocks += 1
+            way.block()
             loop.call_later(duration_s, way.unblock)
         if duration_s > KEEPALIVE_S:
             loop.call_later(KEEPALIVE_S, self.give_up, tuple(self.connections))
@@ -104,7 +119,7 @@ class Pipe:
 
     def _next(self) -> None:
         # The loop keeps no order between timers of one moment.
-        self._way.pass_on(self._under_way.popleft())
+        self._way.pass_on(self, self._under_way.popleft())
 
 
 class Connection:

@@ -77,8 +77,8 @@ _WEIGHTS = {
     Kind.DISK_SLOW: 2,
     Kind.STATE_LOST: 0.7,
     Kind.CLOCK_STEPS: 1,
-    Kind.PROMOTE: 4,
-    Kind.DRAIN: 5,
+    Kind.PROMOTE: 6,
+    Kind.DRAIN: 6,
     Kind.UNDRAIN: 4,
     Kind.STOP_RUN: 0.3,
 }

@@ -208,7 +208,7 @@ def an_agent_starts_a_cycle_a_second_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(agent, "_work_towards", work_towards)
 
 
-@mistake("A3")
+@mistake("A3", "liveness")
 def cycles_that_nodes_have_seen_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     original = run._joined
 
