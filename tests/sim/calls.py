@@ -124,17 +124,17 @@ class ServerCall:
         raise grpc.aio.AbortError
 
     async def _run(self) -> None:
-        method = self._method
+        method: Any = self._method
         status = OK
         try:
             if method.request_streaming:
-                await method.stream_stream(self, self)  # type: ignore[misc]
+                await method.stream_stream(self, self)
             else:
                 request = await self.read()
                 if method.response_streaming:
-                    await method.unary_stream(request, self)  # type: ignore[misc]
+                    await method.unary_stream(request, self)
                 else:
-                    self._send(await method.unary_unary(request, self))  # type: ignore[misc]
+                    self._send(await method.unary_unary(request, self))
         except grpc.aio.AbortError:
             assert self._status is not None
             status = self._status

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from typing import Any
 
 from nvrx.core.commands import Command
 from nvrx.core.facts import Fact
@@ -76,10 +77,11 @@ class CoordinatorProcess:
         self.engine.on_decided = on_decided
         self.server = Server(ear, context)
         self._heartbeats = HeartbeatService(self.engine, asyncio.Event())
-        join_pb2_grpc.add_JoinServiceServicer_to_server(JoinService(self.engine, VERSION), self.server)
-        heartbeat_pb2_grpc.add_HeartbeatServiceServicer_to_server(self._heartbeats, self.server)
-        promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(self.engine), self.server)
-        run_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.engine), self.server)
+        server: Any = self.server
+        join_pb2_grpc.add_JoinServiceServicer_to_server(JoinService(self.engine, VERSION), server)
+        heartbeat_pb2_grpc.add_HeartbeatServiceServicer_to_server(self._heartbeats, server)
+        promote_pb2_grpc.add_PromoteServiceServicer_to_server(PromoteService(self.engine), server)
+        run_pb2_grpc.add_RunServiceServicer_to_server(RunService(self.engine), server)
         self.engine.load()
         self._on_end = on_end
         self._deciding = loop.watched(self._serve(), "engine", context.copy())

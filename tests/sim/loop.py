@@ -126,14 +126,16 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # ---- suspending a process ---------------------------------------------------------------------------
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]  # typeshed binds the types of callback and args together
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         if self._process_of(context) is None:
             return super().call_soon(callback, *args, context=context)
         gate = _Gate(self, callback, args)
         gate.handle = super().call_soon(gate, context=context)
         return gate.handle
 
-    def call_at(
+    def call_at(  # type: ignore[override]  # as above
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         if self._process_of(context) is None:

@@ -30,9 +30,9 @@ class Operator:
     """`seen`: the revision up to which the watch has shown the facts."""
 
     def __init__(self, find_server: Callable[[], Server | None], seed: str) -> None:
-        self._channel: Any = Channel(Caller(Link("operator", Random(f"{seed}/operator")), find_server))
-        self._promotes: Any = promote_pb2_grpc.PromoteServiceStub(self._channel)
-        self._runs: Any = run_pb2_grpc.RunServiceStub(self._channel)
+        channel: Any = Channel(Caller(Link("operator", Random(f"{seed}/operator")), find_server))
+        self._promotes: Any = promote_pb2_grpc.PromoteServiceStub(channel)
+        self._runs: Any = run_pb2_grpc.RunServiceStub(channel)
         self.seen = 0
         self._journals = 0
 

@@ -31,7 +31,6 @@ from .plan import Plan
 WALL_S = 1_700_000_000.0
 START_WITHIN_S = 3.0
 DISK_S = (0.0005, 0.02)
-SLOW_DISK_S = (0.5, 3.0)
 LOOK_AGAIN_S = 0.25
 AGENT_RESTARTS_AFTER_S = 1.0
 UNDER_WAY_S = 6.0
@@ -73,7 +72,6 @@ class Simulation:
         self.disk = Disk(self.checks.durable_now)
         self.coordinator: CoordinatorProcess | None = None
         self.wall_step_s = 0.0
-        self.is_quiet = False
         for number in range(len(plan.places)):
             node = self._node(number)
             self.nodes[node.node_id] = node
@@ -101,6 +99,9 @@ class Simulation:
     def _failed(self, violation: Violation) -> None:
         if self.broken is None:
             self.broken = violation
+        self._end()
+
+    def _end(self, _: object = None) -> None:
         if not self._over.done():
             self._over.set_result(None)
 
@@ -142,7 +143,7 @@ class Simulation:
         try:
             with _unlogged():
                 course = self.loop.watched(self._course(), "course")
-                course.add_done_callback(lambda _: self._over.done() or self._over.set_result(None))
+                course.add_done_callback(self._end)
                 try:
                     self.loop.run_until_complete(self._over)
                 except (Spinning, NothingToDo) as error:
@@ -182,7 +183,6 @@ class Simulation:
     async def _quiet(self) -> None:
         """C4, D2, D9: with enough healthy nodes and quiet, the run trains, or is closed, within a bound."""
         self.checks.note("QUIET: everything is healed")
-        self.is_quiet = True
         self._heal()
         keeping = self.loop.watched(self._keep_agents(), "agents are started again")
         await asyncio.sleep(UNDER_WAY_S)

@@ -110,9 +110,9 @@ def revisions_begin_anew_with_the_coordinator(patch: pytest.MonkeyPatch) -> None
     patch.setattr(engine.Engine, "load", load)
 
 
-@mistake("D1")
+@mistake("D1", "E5")
 def words_of_an_old_incarnation_count_for_the_new(patch: pytest.MonkeyPatch) -> None:
-    original = engine.require_member
+    original = decide.require_member
 
     def require_member(before: Any, node_id: Any, incarnation: Any, **given: Any) -> Any:
         member = before.live(node_id)
@@ -130,7 +130,7 @@ def a_silent_node_is_chosen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(world, "_fresh", fresh)
 
 
-@mistake("C1")
+@mistake("C1", "internal error")
 def a_lost_node_is_chosen_again(patch: pytest.MonkeyPatch) -> None:
     original = world._fresh
 
@@ -172,7 +172,7 @@ def there_is_no_time_to_come_back_after_a_restart(patch: pytest.MonkeyPatch) -> 
     patch.setattr(presence.Presence, "is_recovering", lambda self, now: False)
 
 
-@mistake("E1")
+@mistake("E1", "E5")
 def a_stall_of_the_coordinator_is_held_against_the_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine.Engine, "_bear_own_stall", lambda self: None)
 
@@ -188,6 +188,16 @@ def the_end_of_an_older_stream_shortens_the_lease(patch: pytest.MonkeyPatch) -> 
         self.nudge(session.run_id)
 
     patch.setattr(engine.Engine, "close_session", close_session)
+
+
+@mistake("E5")
+def a_stream_that_comes_late_takes_over(patch: pytest.MonkeyPatch) -> None:
+    original = engine.Engine.open_session
+
+    def open_session(self: Any, run_id: str, node_id: Any, incarnation: Any, sequence: int) -> Any:
+        return original(self, run_id, node_id, incarnation)
+
+    patch.setattr(engine.Engine, "open_session", open_session)
 
 
 @mistake("D2")
