@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from nvrx.commandline import EXIT_FAILED, EXIT_USAGE, Failed
 from nvrx.core import agent as machine
+from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, global_rank
@@ -27,8 +28,10 @@ from nvrx.core.refused import Refused
 from nvrx.logs import add_file
 
 from .config import NodeConfig
-from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
+from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
+from .processes import pid_space
+from .progress import CheckpointProgress
 from .rank_maps import KeptMaps, Wanted
 from .store_ports import StorePorts
 from .supervisor_link import (
@@ -86,7 +89,11 @@ class NodeAgent:
         self._coordinator = coordinator
         self._link = link
         self._version = version
-        self._agent = machine.Agent()
+        self._agent = machine.Agent(config.leaves_when_excluded)
+        self._host = pid_space()
+        file = config.options.checkpoint_iteration_file
+        self._progress = CheckpointProgress(file) if file is not None else None
+        self._incarnation: Incarnation | None = None
         self._ports = StorePorts()
         self._life: _Life | None = None
         self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = asyncio.get_running_loop().create_future()
@@ -103,12 +110,15 @@ class NodeAgent:
         self._catch_signals()
         listening = asyncio.create_task(self._hear_supervisor(), name="supervisor events")
         listening.add_done_callback(self._task_done)
+        if self._progress is not None:
+            self._chore(self._progress.keep_up())
         try:
             while True:
                 ending = await self._live()
                 if isinstance(ending, machine.Exit):
-                    _say_ending(ending)
-                    return ending.code
+                    code = self._exit_code(ending.code)
+                    _say_ending(code, ending.reason)
+                    return code
                 log.warning("joining anew: %s", ending.reason)
         finally:
             listening.cancel()
@@ -129,7 +139,7 @@ class NodeAgent:
             self._coordinator,
             joined,
             command,
-            self._config.options.coordinator_grace_s,
+            Patience(self._config.options.coordinator_grace_s, self._config.options.stops_on_partition),
             self._actual,
             self._on_desired,
             maps.keep_sent,
@@ -158,7 +168,7 @@ class NodeAgent:
             admission(
                 self._coordinator,
                 self._config.run_id,
-                lambda address: self._command(incarnation, address),
+                lambda address, dead: self._command(incarnation, address, dead or self._incarnation),
                 self._config.options.advertise_addr,
                 self._config.options.join_timeout_s,
                 self._signalled,
@@ -170,16 +180,22 @@ class NodeAgent:
             # A Join that is under way may make this node a member, who then has to leave.
             await asyncio.wait([joining], timeout=ANSWER_WITHIN_S)
             admitted = joining.result() if joining.done() else None
-            if admitted is None:
+            if admitted is not None:
+                self._incarnation = incarnation
+            else:
                 log.info("%s came before the coordinator answered", self._signal.name if self._signal else "a signal")
             return admitted
         except GivenUp as error:
-            raise Failed(str(error), error.exit_code) from error
+            raise Failed(str(error), self._exit_code(error.exit_code)) from error
         finally:
             joining.cancel()
             stopped.cancel()
 
-    def _command(self, incarnation: Incarnation, address: str) -> Join:
+    def _exit_code(self, code: int) -> int:
+        """D6: what says to a scheduler that the run is not to be started again may be another number there."""
+        return self._config.options.no_restart_exit_code if code == EXIT_NO_RESTART else code
+
+    def _command(self, incarnation: Incarnation, address: str, replaces: Incarnation | None) -> Join:
         config = self._config
         group = config.surroundings.group
         return Join(
@@ -197,10 +213,12 @@ class NodeAgent:
                 restart_count=config.restart_count,
                 last_cycle=self._agent.cycle,
                 group_array_job_id=group.array_job_id if group is not None else "",
+                host=self._host,
             ),
             config.shape,
             config.wish,
             config.options.reopen,
+            replaces,
         )
 
     def _open_log(self, files: WorkerFiles) -> None:
@@ -216,6 +234,8 @@ class NodeAgent:
             await conversation.keep_up()
         except ExpelledByCoordinator as error:
             self._observe(machine.Expelled(str(error)))
+        except LeaseOver as error:
+            self._observe(machine.LeaseOver(str(error)))
         except GraceOver as error:
             self._observe(machine.CoordinatorGraceOver(str(error)))
 
@@ -247,7 +267,14 @@ class NodeAgent:
             self._observe(self._signal)
 
     def _actual(self) -> Actual:
-        return Actual(self._agent.phase, self._agent.cycle, self._ports.offer())
+        agent = self._agent
+        return Actual(agent.phase, agent.cycle, self._ports.offer(), agent.acknowledged, self._step())
+
+    def _step(self) -> int | None:
+        """How far training came, told by the first node of the world alone: all see the same file."""
+        workers = self._agent.workers
+        is_first = workers is not None and workers.assignment.group_rank == 0
+        return self._progress.step if self._progress is not None and is_first else None
 
     def _on_desired(self, wanted: Desired) -> None:
         self._say_waiting(wanted)
@@ -290,6 +317,8 @@ class NodeAgent:
                 if self._agent.desired is not None:
                     self._fetch_maps(self._agent.desired, after_s=random.uniform(*FETCH_MAP_AFTER_S))
             case Exited():
+                if self._progress is not None:
+                    self._progress.look()
                 self._observe(machine.WorkerEnded(CycleNumber(event.cycle), self._worker_exit(event)))
             case Gone(cycle=None):
                 pass
@@ -421,10 +450,10 @@ class NodeAgent:
         return specs
 
 
-def _say_ending(ending: machine.Exit) -> None:
-    as_asked = ending.code == 0 or ending.code > machine.SIGNALLED
+def _say_ending(code: int, reason: str) -> None:
+    as_asked = code == 0 or code > machine.SIGNALLED
     level = logging.INFO if as_asked else logging.ERROR
-    log.log(level, "ending with exit code %d: %s", ending.code, ending.reason)
+    log.log(level, "ending with exit code %d: %s", code, reason)
 
 
 def _describe_place(given: Assignment) -> str:

@@ -39,11 +39,21 @@ from nvrx.commandline import (
     run,
     token_in,
 )
+from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes
 from nvrx.core.parallel import MAX_SIZE
-from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_LAST_CALL_S, DEFAULT_MAX_RESTARTS
+from nvrx.core.shape import (
+    DEFAULT_JOIN_TIMEOUT_S,
+    DEFAULT_LAST_CALL_S,
+    DEFAULT_MAX_NO_PROGRESS_CYCLES,
+    DEFAULT_MAX_NODE_FAILURES,
+    DEFAULT_MAX_RESTARTS,
+    DEFAULT_RESTART_BACKOFF_S,
+    DEFAULT_SETTLE_S,
+    RestartBudget,
+)
 
 from .app import run_node
 from .check import check_node
@@ -95,6 +105,55 @@ _SIZES = [
         help=f"{what} [default: as Megatron's own flag in COMMAND says].",
     )
     for name, what in _SIZE_OF.items()
+]
+
+_FAILURE_OPTIONS = [
+    option(
+        "--settle",
+        type=Seconds(),
+        help="Nodes lost this soon after a failure belong to it and cost nothing more "
+        f"[default: {DEFAULT_SETTLE_S:g}].",
+    ),
+    option(
+        "--restart-backoff",
+        type=Seconds(),
+        help="First wait when workers fail within 10 s of two starts in a row; doubles up to 30 s; 0: none "
+        f"[default: {DEFAULT_RESTART_BACKOFF_S:g}].",
+    ),
+    option(
+        "--restart-budget",
+        type=click.Choice(["fixed", "per-progress"]),
+        help="What --max-restarts counts: all restarts, or those since training last came further [default: fixed].",
+    ),
+    option(
+        "--checkpoint-iteration-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the latest checkpoint's iteration, as Megatron's latest_checkpointed_iteration.txt.",
+    ),
+    option(
+        "--max-no-progress-cycles",
+        type=click.IntRange(0),
+        help="Failed cycles in a row without progress that end the run with exit code 93; 0: no limit "
+        f"[default: {DEFAULT_MAX_NO_PROGRESS_CYCLES}, where progress is told].",
+    ),
+    option(
+        "--no-restart-exit-code",
+        type=click.IntRange(1, 255),
+        default=EXIT_NO_RESTART,
+        show_default=True,
+        help="Exit code of this agent when the run is not worth starting again.",
+    ),
+    option(
+        "--max-node-failures",
+        type=click.IntRange(0),
+        help="Cycles in a row that one node's workers may fail first before it is quarantined; 0: no limit "
+        f"[default: {DEFAULT_MAX_NODE_FAILURES}].",
+    ),
+    option(
+        "--quarantine",
+        type=Seconds(),
+        help="How long such a node is chosen last [default: for the rest of the run].",
+    ),
 ]
 
 _NODE_OPTIONS = [
@@ -156,6 +215,19 @@ _NODE_OPTIONS = [
         show_default=True,
         help="How long workers run on while the coordinator is out of reach.",
     ),
+    option(
+        "--on-partition",
+        type=click.Choice(["keep", "stop"]),
+        default="keep",
+        show_default=True,
+        help="What workers do while the coordinator is out of reach: run on, or stop when this node's lease is over.",
+    ),
+    option(
+        "--exit-when-excluded/--no-exit-when-excluded",
+        default=None,
+        help="End with exit code 5 when this node is drained or quarantined [default: in a Slurm array].",
+    ),
+    *_FAILURE_OPTIONS,
     *_SIZES,
     option(
         "--segment-size",
@@ -211,7 +283,8 @@ Every option is also read from NVRX_<OPTION>, as NVRX_RUN_ID; the command line w
 
 \b
 Exit codes: 0 run succeeded, 1 run failed, 2 usage, 3 refused by the coordinator,
-4 coordinator not reached or lost, 128+n ended by signal n.
+4 coordinator not reached or lost, 5 this node was excluded, 93 not worth starting again,
+128+n ended by signal n.
 """
 
 
@@ -294,6 +367,16 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         stop_grace_s=given["stop_grace"],
         coordinator_grace_s=given["coordinator_grace"],
         checkpoint_path=given["checkpoint_path"],
+        checkpoint_iteration_file=given["checkpoint_iteration_file"],
+        settle_s=given["settle"],
+        restart_backoff_s=given["restart_backoff"],
+        max_no_progress_cycles=given["max_no_progress_cycles"],
+        restart_budget=_restart_budget(given["restart_budget"]),
+        max_node_failures=given["max_node_failures"],
+        quarantine_s=given["quarantine"],
+        no_restart_exit_code=given["no_restart_exit_code"],
+        exit_when_excluded=given["exit_when_excluded"],
+        stops_on_partition=given["on_partition"] == "stop",
         log_dir=given["log_dir"],
         token=token,
         reopen=given["reopen"],
@@ -303,6 +386,10 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         parallel_sizes={name: given[name] for name in _SIZE_OF},
         fingerprint=Wishes(given["same_env"], given["ignore_env"], given["no_env_check"]),
     )
+
+
+def _restart_budget(text: str | None) -> RestartBudget | None:
+    return RestartBudget(text.upper().replace("-", "_")) if text is not None else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from nvrx.commandline import EXIT_USAGE, Failed
 from nvrx.core.allocation import Group, domain_id, replacement_group, replacement_group_size
+from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
 from nvrx.core.ids import ArrayRank, DomainId, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
-from nvrx.core.shape import NodeCounts, RankPolicy, SettingsWish, Shape
+from nvrx.core.shape import NodeCounts, RankPolicy, RestartBudget, SettingsWish, Shape
 from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_count, told_array_rank, variable
 from nvrx.runtime_dir import runtime_dir
 
@@ -49,6 +50,17 @@ class JoinOptions:
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
     coordinator_grace_s: float = DEFAULT_COORDINATOR_GRACE_S
     checkpoint_path: str = ""
+    checkpoint_iteration_file: Path | None = None
+    settle_s: float | None = None
+    restart_backoff_s: float | None = None
+    max_no_progress_cycles: int | None = None
+    restart_budget: RestartBudget | None = None
+    max_node_failures: int | None = None
+    quarantine_s: float | None = None
+    no_restart_exit_code: int = EXIT_NO_RESTART
+    exit_when_excluded: bool | None = None
+    """None: in a Slurm array only, where Slurm takes the node back."""
+    stops_on_partition: bool = False
     log_dir: Path = Path("nvrx-logs")
     token: str | None = None
     reopen: bool = False
@@ -84,6 +96,7 @@ class NodeConfig:
     array_rank: ArrayRank | None
     surroundings: Surroundings
     restart_count: int
+    leaves_when_excluded: bool
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     working_directory: str
@@ -117,11 +130,18 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
             max_replacements=options.max_replacements,
             join_timeout_s=options.join_timeout_s,
             last_call_s=options.last_call_s,
+            settle_s=options.settle_s,
+            restart_backoff_s=options.restart_backoff_s,
+            max_no_progress_cycles=options.max_no_progress_cycles,
+            restart_budget=options.restart_budget,
+            max_node_failures=options.max_node_failures,
+            quarantine_s=options.quarantine_s,
         ),
         order_sources=sources,
         array_rank=place,
         surroundings=surroundings,
         restart_count=restarts,
+        leaves_when_excluded=_leaves_when_excluded(options, env),
         argv=_argv(options.command, env),
         environment=dict(env),
         working_directory=os.getcwd(),
@@ -129,6 +149,13 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
     )
     _require_writable(options.log_dir)
     return config
+
+
+def _leaves_when_excluded(options: JoinOptions, env: Mapping[str, str]) -> bool:
+    """E8: in an array Slurm is to take an excluded node back; elsewhere it stays, so that it can return."""
+    if options.exit_when_excluded is not None:
+        return options.exit_when_excluded
+    return bool(variable(env, "SLURM_ARRAY_TASK_ID"))
 
 
 def _refuse_local_coordinator_for_many(options: JoinOptions) -> None:

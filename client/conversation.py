@@ -42,11 +42,13 @@ _EXPELLING = {Reason.STALE_INCARNATION, Reason.UNKNOWN_NODE, Reason.UNKNOWN_RUN}
 
 @dataclass(frozen=True)
 class Actual:
-    """What the agent is doing now."""
+    """What the agent is doing now. `acknowledged`: the cycle that it was told of last."""
 
     phase: AgentPhase
     cycle: CycleNumber | None
     store_ports: tuple[int, ...]
+    acknowledged: CycleNumber | None = None
+    progress: int | None = None
 
 
 @dataclass
@@ -58,8 +60,21 @@ class _Unacknowledged:
     sequence: int | None = None
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long the coordinator may be out of reach (rule E3): until the agent ends, in seconds; and whether workers run
+    on beyond this node's lease."""
+
+    coordinator_grace_s: float
+    stops_on_partition: bool = False
+
+
 class ExpelledByCoordinator(Exception):
     """This incarnation is no member any more; the message says why."""
+
+
+class LeaseOver(Exception):
+    """The coordinator was out of reach for this node's lease, and workers are not to run on without it."""
 
 
 class GraceOver(Exception):
@@ -74,7 +89,7 @@ class Conversation:
         coordinator: Coordinator,
         joined: Joined,
         command: Join,
-        coordinator_grace_s: float,
+        patience: Patience,
         actual: Callable[[], Actual],
         on_desired: Callable[[Desired], None],
         on_rank_map: Callable[[common_pb2.RankMap], None],
@@ -82,7 +97,7 @@ class Conversation:
         self._coordinator = coordinator
         self._joined = joined
         self._command = command
-        self._grace_s = coordinator_grace_s
+        self._patience = patience
         self._actual = actual
         self._on_desired = on_desired
         self._on_rank_map = on_rank_map
@@ -119,7 +134,7 @@ class Conversation:
         await self._reports_kept.wait()
 
     async def keep_up(self) -> None:
-        """Talk for ever. Raises ExpelledByCoordinator or GraceOver."""
+        """Talk for ever. Raises ExpelledByCoordinator, LeaseOver or GraceOver."""
         said_at = 0.0
         delay = 0.0
         self._heard_at = now_s()
@@ -127,21 +142,35 @@ class Conversation:
             heard_before = self._heard_at
             why = await self._talk()
             away_s = now_s() - self._heard_at
-            if away_s >= self._grace_s:
-                raise GraceOver(
-                    f"coordinator {self._coordinator.endpoint} out of reach for {away_s:.0f} s ({why}); gave up after "
-                    f"{self._grace_s:g} s (--coordinator-grace)"
-                )
+            self._judge(away_s, why)
             if self._heard_at > heard_before:
                 delay, said_at = 0.0, 0.0
             if now_s() - said_at >= SAY_EVERY_S:
                 said_at = now_s()
                 self._lost_at = self._heard_at
                 log.warning("lost the coordinator %s: %s; workers run on", self._coordinator.endpoint, why)
-            await asyncio.sleep(min(delay, max(0.0, self._grace_s - away_s)))
+            await asyncio.sleep(min(delay, self._patient_for_s()))
             most_s = min(RECONNECT_MOST_S, self._lease_s / 4)
             delay = random.uniform(0.5, 1.0) * min(most_s, max(delay * 2, 0.05))
             await self._coordinator.next_endpoint()
+
+    @property
+    def _borne_s(self) -> float:
+        """How long silence is borne before something has to be done."""
+        grace_s = self._patience.coordinator_grace_s
+        return min(grace_s, self._lease_s) if self._patience.stops_on_partition else grace_s
+
+    def _judge(self, away_s: float, why: str) -> None:
+        grace_s = self._patience.coordinator_grace_s
+        away = f"coordinator {self._coordinator.endpoint} out of reach for {away_s:.0f} s ({why})"
+        if away_s >= grace_s:
+            raise GraceOver(f"{away}; gave up after {grace_s:g} s (--coordinator-grace)")
+        if self._patience.stops_on_partition and away_s >= self._lease_s:
+            raise LeaseOver(f"{away}: longer than the lease of {self._lease_s:g} s (--on-partition stop)")
+
+    def _patient_for_s(self) -> float:
+        """How much longer silence is borne."""
+        return max(0.0, self._borne_s - (now_s() - self._heard_at))
 
     async def _talk(self) -> str:
         """One stream, from its opening to its end; why it ended."""
@@ -153,7 +182,7 @@ class Conversation:
         call = self._coordinator.heartbeats.Heartbeat(self._say(self._stream), metadata=self._coordinator.metadata)
         try:
             while True:
-                silence_s = max(SILENCE_LEAST_S, SILENCE_INTERVALS * self._interval_s)
+                silence_s = min(max(SILENCE_LEAST_S, SILENCE_INTERVALS * self._interval_s), self._patient_for_s())
                 async with asyncio.timeout(silence_s):
                     response = await call.read()
                 if not isinstance(response, heartbeat_pb2.HeartbeatResponse):
@@ -207,7 +236,10 @@ class Conversation:
             phase=membership.phase_value(actual.phase),
             cycle=actual.cycle,
             store_ports=actual.store_ports,
+            acknowledged_cycle=actual.acknowledged,
         )
+        if actual.progress is not None:
+            request.progress.step = actual.progress
         for one in self._reports:
             if one.sequence is None:
                 one.sequence = self._sequence

@@ -19,7 +19,7 @@ import grpc
 from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 from nvrx.core.commands import Join
 from nvrx.core.endpoint import HostPort
-from nvrx.core.ids import CycleNumber, RunId
+from nvrx.core.ids import CycleNumber, Incarnation, RunId
 from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import DEFAULT_JOIN_TIMEOUT_S
@@ -34,6 +34,8 @@ from nvrx.v1 import (
 )
 from nvrx.wire import membership
 from nvrx.wire.units import duration
+
+from .processes import read_stat
 
 log = logging.getLogger("nvrx.node")
 
@@ -177,15 +179,15 @@ class Coordinator:
 async def admission(
     coordinator: Coordinator,
     run_id: str,
-    make_command: Callable[[str], Join],
+    make_command: Callable[[str, Incarnation | None], Join],
     advertised: str | None,
     join_timeout_s: float | None,
     stopped: asyncio.Event,
 ) -> tuple[Joined, Join] | None:
     """Join, retrying what may pass; None if `stopped` was set before an answer. Raises GivenUp.
 
-    `make_command` takes this node's address. A coordinator out of reach is waited for until the join timeout, a seat
-    still taken for two leases, a full run as long as it lives.
+    `make_command` takes this node's address, and the incarnation that it is known to replace. A coordinator out of
+    reach is waited for until the join timeout, a seat still taken for two leases, a full run as long as it lives.
     """
     patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
     began = now_s()
@@ -193,9 +195,10 @@ async def admission(
     said = ""
     said_at = 0.0
     delay = RETRY_FIRST_S
+    replaces: Incarnation | None = None
     while True:
         try:
-            command = make_command(advertised or await coordinator.local_address())
+            command = make_command(advertised or await coordinator.local_address(), replaces)
             return await coordinator.join(run_id, command), command
         except OutOfReach as error:
             waited = now_s() - began
@@ -215,6 +218,10 @@ async def admission(
             if refused.reason is Reason.RUN_FULL:
                 began, delay = now_s(), FULL_RETRY_S
                 text += "; waiting for a place as long as the run lives"
+            elif replaces is None and (dead := _dead_predecessor(refused, command.node.host)) is not None:
+                log.info("the agent of this node that joined before (pid %s) is dead", refused.details["joined_pid"])
+                replaces = dead
+                continue
             elif refused.reason in {Reason.NODE_ALREADY_JOINED, Reason.DUPLICATE_INFRA_RANK}:
                 lease_s = float(refused.details.get("lease_ttl_s", DEFAULT_LEASE_TTL_S))
                 if given_up_at is None:
@@ -234,6 +241,17 @@ async def admission(
                 await stopped.wait()
         if stopped.is_set():
             return None
+
+
+def _dead_predecessor(refused: Refused, host: str) -> Incarnation | None:
+    """B2: the incarnation that has this node's place, if it was a process of this host that is no more."""
+    told = refused.details
+    if refused.reason is not Reason.NODE_ALREADY_JOINED or not host or told.get("joined_host") != host:
+        return None
+    pid = told.get("joined_pid", "")
+    if not pid.isdigit() or read_stat(int(pid)) is not None:
+        return None
+    return Incarnation(told.get("joined_incarnation", ""))
 
 
 def _final(refused: Refused) -> GivenUp:

@@ -43,8 +43,8 @@ class Failed(Exception):
 
 
 def option(name: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-    """A click option `--some-name`, also from NVRX_SOME_NAME; the command line wins."""
-    bare = name.removeprefix("--").replace("-", "_")
+    """A click option `--some-name`, also from NVRX_SOME_NAME; the command line wins. `--yes/--no` share one name."""
+    bare = name.partition("/")[0].removeprefix("--").replace("-", "_")
     settings.setdefault("envvar", f"NVRX_{bare.upper()}")
     return click.option(name, bare, **settings)
 

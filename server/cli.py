@@ -34,6 +34,8 @@ from nvrx.core.presence import (
     DEFAULT_HEARTBEAT_INTERVAL_S,
     DEFAULT_LEASE_TTL_S,
     DEFAULT_RECONNECT_GRACE_S,
+    INTERVAL_MOST_S,
+    LEASE_INTERVALS,
     StoreMode,
     Timing,
 )
@@ -110,13 +112,17 @@ Exit codes: 0 ended as asked, 1 failure, 2 usage, or port or state directory tak
 )
 @option("--store-ports", type=PortRangeType(), help="Ports for the stores of cycles; default: any free ones.")
 @option("--advertise-addr", help="Address at which nodes reach this host; default: the one in --listen.")
-@option("--heartbeat-interval", type=Seconds(0.05), default=DEFAULT_HEARTBEAT_INTERVAL_S, show_default=True)
+@option(
+    "--heartbeat-interval",
+    type=Seconds(0.05),
+    help=f"How often nodes are heard [default: {DEFAULT_HEARTBEAT_INTERVAL_S:g} up to 1000 members, then in proportion "
+    f"up to {INTERVAL_MOST_S:g}].",
+)
 @option(
     "--lease-ttl",
     type=Seconds(0.5),
-    default=DEFAULT_LEASE_TTL_S,
-    show_default=True,
-    help="How long a silent node stays a member.",
+    help=f"How long a silent node stays a member [default: {DEFAULT_LEASE_TTL_S:g}, or {LEASE_INTERVALS:g} heartbeat "
+    "intervals if that is longer].",
 )
 @option(
     "--reconnect-grace",
@@ -149,7 +155,14 @@ def serve_command(**given: Any) -> int:
 
 def _serve_config(given: dict[str, Any]) -> ServeConfig:
     listen: HostPort = given["listen"]
-    timing = Timing(given["heartbeat_interval"], given["lease_ttl"], given["reconnect_grace"])
+    interval_s, lease_s = given["heartbeat_interval"], given["lease_ttl"]
+    timing = Timing(
+        DEFAULT_HEARTBEAT_INTERVAL_S if interval_s is None else interval_s,
+        DEFAULT_LEASE_TTL_S if lease_s is None else lease_s,
+        given["reconnect_grace"],
+        interval_grows=interval_s is None,
+        lease_grows=lease_s is None,
+    ).at_size(0)
     if timing.lease_ttl_s < 2 * timing.heartbeat_interval_s:
         raise Failed(
             f"--lease-ttl {timing.lease_ttl_s:g} is shorter than two heartbeats of {timing.heartbeat_interval_s:g} s; "

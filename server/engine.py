@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from nvrx.core.commands import Command, Drain, Join, Promote, Tick
-from nvrx.core.decide import decide, next_deadline, require_member
+from nvrx.core.decide import decide, is_news, next_deadline, require_member
 from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
 from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
 from nvrx.core.join import check_join
 from nvrx.core.narrate import order_warning, tell
 from nvrx.core.operate import preview
-from nvrx.core.presence import AgentPhase, HostedStores, Presence, StoreMode, Timing
+from nvrx.core.presence import HostedStores, Presence, StoreMode, Timing, Word
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Run, evolve
@@ -160,6 +160,7 @@ class Engine:
             members = [(one.info.node_id, one.info.incarnation) for one in run.live_members()]
             hosted.presence.recover(members, run.last_at)
             log.info("run %s resumed at revision %d with %d nodes", run_id, revision, len(members))
+        self._pace()
 
     def _host(self, run: Run, clock_origin: float) -> Hosted:
         hosted = Hosted(run, Presence(self.timing, self._store), clock_origin)
@@ -247,16 +248,15 @@ class Engine:
         hosted.presence.disconnected(session.node_id, session.incarnation, self.now(hosted))
         self.nudge(session.run_id)
 
-    def heard(
-        self, session: Session, phase: AgentPhase, cycle: CycleNumber | None, store_ports: tuple[int, ...]
-    ) -> None:
+    def heard(self, session: Session, word: Word) -> None:
         """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
         self._bear_own_stall()
         hosted = self.runs[session.run_id]
         require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         if not _is_present(hosted, session):
             return
-        if hosted.presence.heard(session.node_id, phase, cycle, store_ports, self.now(hosted)):
+        has_news = hosted.presence.heard(session.node_id, word, self.now(hosted))
+        if has_news or is_news(hosted.run, word):
             self.nudge(session.run_id)
 
     def watch(self, hosted: Hosted) -> Watch:
@@ -408,6 +408,8 @@ class Engine:
         for run_id, run in work.runs.items():
             self.runs[run_id].run = run
             self.runs[run_id].revision = work.revisions[run_id]
+        if any(isinstance(row.fact, NodeJoined) for row in work.rows):
+            self._pace()
         for row in work.rows:
             log.info("run %s: %s", row.run_id, tell(row.fact))
             warning = order_warning(self.runs[row.run_id].run, row.fact)
@@ -429,6 +431,14 @@ class Engine:
         for run_id in changed | (ticked & self.runs.keys()):
             for observe in self.observers:
                 observe(self.runs[run_id])
+
+    def _pace(self) -> None:
+        """E1: the more members there are, the less often each is heard."""
+        timing = self.timing.at_size(sum(len(hosted.presence.nodes) for hosted in self.runs.values()))
+        if timing != self.timing:
+            self.timing = timing
+            for hosted in self.runs.values():
+                hosted.presence.timing = timing
 
     def _explain(self, hosted: Hosted) -> None:
         """Keep the one sentence that says why nothing runs; log it when it changes."""

@@ -136,6 +136,10 @@ def status(viewer: Viewer, output: str) -> None:
     allowed = run.settings.max_restarts
     print(f"restarts  {min(run.restarts_used, allowed)} of {allowed} used")
     print(f"losses    {run.replacements_used}{_of_at_most(run.settings)} (cycles ended by a lost or leaving node)")
+    if run.HasField("step"):
+        print(f"progress  step {run.step}")
+    if run.remark:
+        print(f"world     {run.remark}")
     if run.waiting_reason:
         print(f"waiting   {run.waiting_reason}")
     if run.reason:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from .facts import WorkerExit
 from .ids import CycleNumber, LocalRank
 from .presence import AgentPhase
-from .ranks import Action, Assignment, Desired
+from .ranks import EXIT_EXCLUDED, Action, Assignment, Desired
 
 EXIT_LOST_COORDINATOR = 4
 EXIT_NOT_STARTED = 126
@@ -31,6 +31,13 @@ class Ending(enum.Enum):
     SIGNALLED = "told to stop by a signal"
     CUT_OFF = "the coordinator was out of reach for too long"
     EXPELLED = "no longer a member"
+    FENCED = "out of the coordinator's reach for its lease"
+    EXCLUDED = "kept out of the world"
+
+
+_JOINS_ANEW = {Ending.EXPELLED, Ending.FENCED}
+_LEAVES = {Ending.SIGNALLED, Ending.EXCLUDED}
+"""Endings that the coordinator is told of, once more when no process is left."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,9 @@ class Workers:
 
 @dataclass(frozen=True)
 class Agent:
-    """What the agent knows."""
+    """What the agent knows. `leaves_when_excluded`: it ends when its node is kept out of the world (rule E8)."""
 
+    leaves_when_excluded: bool = False
     desired: Desired | None = None
     workers: Workers | None = None
     ending: Ending | None = None
@@ -83,6 +91,11 @@ class Agent:
     def cycle(self) -> CycleNumber | None:
         """The cycle that `phase` is about; None before the first."""
         return self.workers.assignment.cycle if self.workers is not None else None
+
+    @property
+    def acknowledged(self) -> CycleNumber | None:
+        """The cycle that the coordinator told of last (rule D12); None before the first."""
+        return self.desired.cycle if self.desired is not None else None
 
     @property
     def has_processes(self) -> bool:
@@ -142,6 +155,13 @@ class Expelled:
 
 
 @dataclass(frozen=True)
+class LeaseOver:
+    """The coordinator was out of reach for this node's lease, and workers are not to run on without it (rule E3)."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class CoordinatorGraceOver:
     """The coordinator was out of reach for as long as is borne."""
 
@@ -156,6 +176,7 @@ Observation: TypeAlias = (
     | TreeGone
     | SignalReceived
     | Expelled
+    | LeaseOver
     | CoordinatorGraceOver
 )
 
@@ -237,31 +258,36 @@ def step(agent: Agent, observed: Observation) -> Step:
 
 def _take_in(agent: Agent, observed: Observation, deeds: list[Deed]) -> Agent:
     if isinstance(observed, DesiredChanged):
-        return _desired_changed(agent, observed.desired)
+        return _desired_changed(agent, observed.desired, deeds)
     if isinstance(observed, WorkersStarted | WorkerEnded | SpawnFailed | TreeGone):
         return _workers_changed(agent, observed, deeds)
     if isinstance(observed, SignalReceived):
         return _signalled(agent, observed, deeds)
-    if isinstance(observed, Expelled):
+    if isinstance(observed, Expelled | LeaseOver):
         if agent.ending is not None:
             return agent
-        return dataclasses.replace(agent, ending=Ending.EXPELLED, reason=observed.reason)
+        ending = Ending.EXPELLED if isinstance(observed, Expelled) else Ending.FENCED
+        why = observed.reason if isinstance(observed, Expelled) else observed.message
+        return dataclasses.replace(agent, ending=ending, reason=why)
     assert isinstance(observed, CoordinatorGraceOver)
     return _end(agent, Ending.CUT_OFF, EXIT_LOST_COORDINATOR, observed.message)
 
 
-def _desired_changed(agent: Agent, wanted: Desired) -> Agent:
+def _desired_changed(agent: Agent, wanted: Desired, deeds: list[Deed]) -> Agent:
     before = agent.desired
     if before is not None and wanted.cycle is not None and before.cycle is not None and wanted.cycle < before.cycle:
         return agent
     agent = dataclasses.replace(agent, desired=wanted)
     if wanted.action is Action.EXIT:
         return _end(agent, Ending.CLOSED, wanted.exit_code or 0, wanted.reason)
+    if wanted.excluded and agent.leaves_when_excluded and agent.ending is None:
+        deeds.append(Leave(wanted.reason, workers_stopped=not agent.has_processes))
+        return _end(agent, Ending.EXCLUDED, EXIT_EXCLUDED, wanted.reason)
     return agent
 
 
 def _end(agent: Agent, ending: Ending, code: int, reason: str) -> Agent:
-    if agent.ending is not None and agent.ending is not Ending.EXPELLED:
+    if agent.ending is not None and agent.ending not in _JOINS_ANEW:
         return agent
     return dataclasses.replace(agent, ending=ending, exit_code=code, reason=reason)
 
@@ -299,7 +325,7 @@ def _workers_changed(
             workers = _not_started(workers, observed)
         # How those ended that we stopped is no news: it is told for all of them together.
         workers = dataclasses.replace(_report(workers, deeds), tree_gone=True)
-        if agent.ending is Ending.SIGNALLED:
+        if agent.ending in _LEAVES:
             deeds.append(Leave(agent.reason, workers_stopped=True))
     return dataclasses.replace(agent, workers=workers)
 
@@ -325,9 +351,9 @@ def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:
             deeds.append(Stop(why))
             return dataclasses.replace(agent, workers=dataclasses.replace(workers, stopping=True))
         return agent
-    if agent.ending is Ending.EXPELLED:
+    if agent.ending in _JOINS_ANEW:
         deeds.append(Rejoin(agent.reason))
-        return Agent(workers=workers)
+        return Agent(agent.leaves_when_excluded, workers=workers)
     if agent.ending is not None:
         deeds.append(Exit(agent.exit_code, agent.reason))
         return dataclasses.replace(agent, has_exited=True)

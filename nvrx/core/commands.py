@@ -12,12 +12,16 @@ from .shape import SettingsWish, Shape
 
 @dataclass(frozen=True)
 class Join:
-    """A node asks to be a member. `reopen`: begin the run's next life if it is closed."""
+    """A node asks to be a member. `reopen`: begin the run's next life if it is closed.
+
+    `replaces`: an older incarnation of the node that the newcomer knows to be dead (rule B2).
+    """
 
     node: NodeInfo
     shape: Shape
     wish: SettingsWish
     reopen: bool = False
+    replaces: Incarnation | None = None
 
 
 @dataclass(frozen=True)

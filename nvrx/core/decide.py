@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 
+from .budgets import repeat_offender
 from .commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, StopRun, Tick, Undrain
 from .facts import (
     Cause,
@@ -20,7 +22,10 @@ from .facts import (
     Failure,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodeStopped,
+    ProgressMade,
+    QuarantineEnded,
     RunClosed,
     RunState,
     WorkerExit,
@@ -29,12 +34,14 @@ from .facts import (
 from .ids import Incarnation, NodeId
 from .join import decide_join
 from .operate import decide_operation
-from .presence import AgentPhase, Presence
+from .placement import Placement
+from .presence import AgentPhase, Presence, Word
 from .refused import Reason, Refused
 from .run import Cycle, CycleState, Member, Membership, Run, evolve, failure_of
-from .world import Wait, next_world, stopping_within
+from .world import Wait, next_world, place_world, stopping_within
 
 _MAX_STEPS = 1000
+_LATE_S = 1.0
 
 
 def decide(run: Run, presence: Presence, command: Command, now: float) -> list[Fact]:
@@ -240,12 +247,20 @@ def _all_started(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
 
 
 def _loss_explains(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
-    """D4, D12: a node found lost before the next cycle runs was what made the ended one's workers fail."""
+    """D4, D12: a node found lost before the next cycle runs was what made the ended one's workers fail; once that runs,
+    only if it has no part in that, and its stream broke within the reconnect grace after them."""
+    running: Cycle | None = None
     for cycle in reversed(run.cycles):
-        if cycle.number < run.life_began_with or cycle.state is CycleState.RUNNING:
+        if cycle.number < run.life_began_with:
             return
+        if cycle.state is CycleState.RUNNING:
+            running = cycle
+            continue
         if cycle.failure is not None and cycle.failure.cause is Cause.WORKER_FAILED:
-            lost = _lost_after(run, cycle)
+            until = (cycle.ended_at or 0.0) + 2 * presence.timing.reconnect_grace_s
+            if running is not None and now > until + _LATE_S:
+                return  # no need to look at each seat again and again
+            lost = _lost_after(run, cycle, None if running is None else _Recently(running, until))
             if lost is not None:
                 yield CauseRevised(now, cycle.number, lost)
                 return
@@ -253,20 +268,115 @@ def _loss_explains(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
             return
 
 
-def _lost_after(run: Run, cycle: Cycle) -> Failure | None:
+@dataclass(frozen=True)
+class _Recently:
+    """The cycle after runs already: only who is not in it, and was lost until then, explains anything."""
+
+    running: Cycle
+    until: float
+
+    def allows(self, node_id: NodeId, gone_at: float) -> bool:
+        return node_id not in self.running.seat_of and gone_at <= self.until
+
+
+def _lost_after(run: Run, cycle: Cycle, recently: _Recently | None) -> Failure | None:
     for seat in cycle.seats:
         member = run.members.get(seat.node.node_id)
         if member is None or member.info.incarnation != seat.node.incarnation:
             continue
-        if member.membership is Membership.LOST and (member.gone_at or 0.0) >= (cycle.ended_at or 0.0):
+        gone_at = member.gone_at or 0.0
+        if (
+            member.membership is Membership.LOST
+            and gone_at >= (cycle.ended_at or 0.0)
+            and (recently is None or recently.allows(seat.node.node_id, gone_at))
+        ):
             return Failure(
                 cause=Cause.NODE_LOST,
                 node_id=seat.node.node_id,
                 group_rank=seat.group_rank,
                 message=member.gone_reason,
-                at=member.gone_at or 0.0,
+                at=gone_at,
             )
     return None
+
+
+def _progress(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D6: training came further than ever before; told once per cycle, and how far when it has ended."""
+    cycle = run.cycle
+    if cycle is None or cycle.number < run.life_began_with or (cycle.is_live and cycle.progressed):
+        return
+    steps = [
+        node.progress
+        for seat in cycle.seats
+        if (node := presence.nodes.get(seat.node.node_id)) is not None
+        and node.incarnation == seat.node.incarnation
+        and node.cycle == cycle.number
+        and node.progress is not None
+    ]
+    if steps and (run.progress is None or max(steps) > run.progress):
+        yield ProgressMade(now, cycle.number, max(steps))
+
+
+def _quarantine(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D7: a node whose own workers fail first again and again is chosen last."""
+    found = repeat_offender(run)
+    if found is None or found.node_id in run.quarantined:
+        return
+    for_s = run.settings.quarantine_s
+    reason = f"its workers failed first in {found.times} cycles in a row"
+    yield NodeQuarantined(now, found.node_id, reason, None if for_s is None else now + for_s)
+
+
+def _quarantine_over(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D7: a quarantine may be for some time only."""
+    for node_id, found in run.quarantined.items():
+        if found.until is not None and now >= found.until:
+            yield QuarantineEnded(now, node_id)
+
+
+def _suspects(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """D12: nodes that do not take up their places are passed over, if there is a world without them."""
+    cycle = run.cycle
+    if cycle is None or cycle.state is not CycleState.STARTING or presence.is_recovering(now):
+        return
+    late = {node_id: until for node_id, until in _unacknowledged(run, cycle, presence).items() if now >= until}
+    if not late:
+        return
+    within_s = presence.timing.acknowledged_within_s
+    first = min(late, key=lambda one: cycle.seat_of[one].group_rank)
+    others = f" (and {len(late) - 1} more)" if len(late) > 1 else ""
+    failure = Failure(
+        cause=Cause.NODE_LOST,
+        node_id=first,
+        group_rank=cycle.seat_of[first].group_rank,
+        message=f"suspect: it did not take up its place within {within_s:g} s{others}",
+        at=now,
+    )
+    ended = CycleEnded(now, cycle.number, failure, tuple(sorted(late)))
+    if isinstance(place_world(evolve(run, ended), presence, now), Placement):
+        yield ended
+
+
+def _unacknowledged(run: Run, cycle: Cycle, presence: Presence) -> dict[NodeId, float]:
+    """Connected nodes of a starting cycle that have not said that they know of it, and until when they may."""
+    within_s = presence.timing.acknowledged_within_s
+    return {
+        node_id: max(cycle.started_at, node.connected_at or 0.0, presence.stalled_at) + within_s
+        for node_id, seat in cycle.seat_of.items()
+        if (node := presence.nodes.get(node_id)) is not None
+        and node.connected
+        and node.incarnation == seat.node.incarnation
+        and not presence.has_taken_up(node_id, cycle.number, cycle.started_at)
+        and len(cycle.exits.get(node_id, {})) < run.shape.workers_per_node
+    }
+
+
+def is_news(run: Run, word: Word) -> bool:
+    """Whether the progress that a node tells changes anything now (rule D6)."""
+    cycle = run.cycle
+    if word.progress is None or not run.is_open or cycle is None or not cycle.is_live or cycle.progressed:
+        return False
+    return run.progress is None or word.progress > run.progress
 
 
 def _next_world(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
@@ -285,6 +395,10 @@ _RULES: tuple[Callable[[Run, Presence, float], Iterator[Fact]], ...] = (
     _all_finished,
     _worker_ends_cycle,
     _all_started,
+    _progress,
+    _quarantine_over,
+    _quarantine,
+    _suspects,
     _next_world,
 )
 
@@ -299,8 +413,12 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]
+    times += [one.until for one in run.quarantined.values() if one.until is not None]
     if run.cycle is None or not run.cycle.is_live:
         found = next_world(run, presence, now)
         if isinstance(found, Wait):
             times += [one for one in (found.until, found.gives_up_at) if one is not None]
+    elif run.cycle.state is CycleState.STARTING:
+        # Who is late already waits for a world without it, and that comes with news.
+        times += [until for until in _unacknowledged(run, run.cycle, presence).values() if until > now]
     return min(times) if times else None

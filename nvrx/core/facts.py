@@ -52,6 +52,14 @@ class Cause(enum.Enum):
         return self in {Cause.DRAINED, Cause.PROMOTED}
 
 
+LOSSES = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
+"""Causes charged to `max_replacements` (rule D5)."""
+OWN_FAILURES = frozenset({Cause.WORKER_FAILED})
+"""Causes charged to `max_restarts`: workers ended the cycle by themselves."""
+PLANNED = frozenset({Cause.DRAINED, Cause.PROMOTED, Cause.STOPPED, Cause.SUCCEEDED})
+"""Causes that are no failure: they cost nothing."""
+
+
 class RunState(enum.Enum):
     """How a run stands."""
 
@@ -91,6 +99,8 @@ class NodeInfo:
     """The array job that the group id is a task of; empty where the group has a name of its own (rule B6)."""
     stop_grace_s: float = DEFAULT_STOP_GRACE_S
     """How long its workers get to end after SIGTERM."""
+    host: str = ""
+    """What its pid is relative to: a boot of a machine, and a pid namespace there; empty where it does not tell."""
 
 
 @dataclass(frozen=True)
@@ -232,13 +242,14 @@ class NodeLost(Happened):
 
 @dataclass(frozen=True)
 class WorldChosen(Happened):
-    """A cycle got its number and its world; its assignments may be sent."""
+    """A cycle got its number and its world; its assignments may be sent. `remark`: the search came to its bound."""
 
     cycle: CycleNumber
     order_source: OrderSource
     seats: tuple[Seat, ...]
     standbys: tuple[Standby, ...]
     master: Endpoint | None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -259,8 +270,19 @@ class WorkersExited(Happened):
 
 @dataclass(frozen=True)
 class CycleEnded(Happened):
+    """`suspects`: nodes that did not take up their place in it, passed over until they say something new (rule D12)."""
+
     cycle: CycleNumber
     failure: Failure
+    suspects: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgressMade(Happened):
+    """Training came further in this cycle than ever before (rule D6). `step`: the furthest that a worker told."""
+
+    cycle: CycleNumber
+    step: int
 
 
 @dataclass(frozen=True)
@@ -294,6 +316,25 @@ class NodesUndrained(Happened):
 
 
 @dataclass(frozen=True)
+class NodeQuarantined(Happened):
+    """A node's own workers failed first too often in a row: it is chosen last (rule D7).
+
+    `until`: seconds on the run's clock; None: for the rest of the run.
+    """
+
+    node_id: NodeId
+    reason: str
+    until: float | None
+
+
+@dataclass(frozen=True)
+class QuarantineEnded(Happened):
+    """The time of a node's quarantine is over."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True)
 class RunClosed(Happened):
     state: RunState
     reason: str
@@ -312,8 +353,11 @@ Fact: TypeAlias = (
     | WorkersExited
     | CycleEnded
     | CauseRevised
+    | ProgressMade
     | NodesPromoted
     | NodesDrained
     | NodesUndrained
+    | NodeQuarantined
+    | QuarantineEnded
     | RunClosed
 )

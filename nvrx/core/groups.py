@@ -82,11 +82,12 @@ def _conflict(newcomer: NodeInfo, other: Member, message: str) -> Refused:
 def counted(run: Run) -> Iterator[Member]:
     """A5: the live members that count against MAX: those of whole groups, and of groups that are still filling.
 
-    Who cannot be chosen never keeps a replacement out: what is left of a broken unit, who has no group where there are
-    groups, and who was drained.
+    Who is not to be chosen never keeps a replacement out: what is left of a broken unit, who has no group where there
+    are groups, who was drained, and who is in quarantine.
     """
+    excluded = run.drained | run.quarantined.keys()
     if run.shape.replacement_group_size == 1:
-        yield from (one for one in run.live_members() if one.info.node_id not in run.drained)
+        yield from (one for one in run.live_members() if one.info.node_id not in excluded)
         return
     size_of: dict[str, int] = {}
     broken: set[str] = set()
@@ -100,7 +101,7 @@ def counted(run: Run) -> Iterator[Member]:
             broken.add(group)
     for member in run.live_members():
         group = member.info.replacement_group_id
-        if member.info.node_id in run.drained or group is None:
+        if member.info.node_id in excluded or group is None:
             continue
         if group not in broken or size_of[group] >= run.shape.replacement_group_size:
             yield member

@@ -20,10 +20,13 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
     NodesUndrained,
+    ProgressMade,
+    QuarantineEnded,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -34,7 +37,7 @@ from .facts import (
 from .groups import counted
 from .ids import CycleNumber, Incarnation, NodeId
 from .run import Cycle, CycleState, Membership, Run, evolve, trainable
-from .shape import RankPolicy
+from .shape import RankPolicy, RestartBudget
 from .topology import OrderSource, order_key
 
 
@@ -271,7 +274,8 @@ def _check_survivors(run: Run, fact: WorldChosen) -> None:
     if run.shape.segment_size is not None or run.shape.replacement_group_size > 1:
         return  # a survivor may have lost the others of its group or segment
     newcomers = [seat.node.node_id for seat in fact.seats if seat.node.node_id not in last.seat_of]
-    by_hand = run.drained | run.replaced
+    passed_over = run.quarantined.keys() | run.suspected.keys()
+    by_hand = run.drained | run.replaced | passed_over
     displaced = [
         one.node.node_id
         for one in fact.standbys
@@ -284,18 +288,28 @@ def _check_budgets(run: Run) -> None:
     """D5, counted again: no further cycle once a budget is used up."""
     ended = [one for one in run.cycles if one.number >= run.life_began_with and one.failure is not None]
     limit = run.settings
-    causes = [one.failure.cause for one in ended if one.failure is not None]
     if limit.max_restarts == 0:
-        unplanned = [one for one in causes if one not in {Cause.DRAINED, Cause.PROMOTED}]
-        require(not unplanned, "D5", f"another cycle with max_restarts 0, after {unplanned}")
+        by_hand = {Cause.DRAINED, Cause.PROMOTED}
+        unplanned = [one.number for one in ended if one.failure is not None and one.failure.cause not in by_hand]
+        require(not unplanned, "D5", f"a further cycle after {unplanned} with max_restarts 0")
+    causes = [one.failure.cause for one in ended if one.failure is not None]
     failed = causes.count(Cause.WORKER_FAILED)
-    require(failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}")
+    if limit.restart_budget is RestartBudget.FIXED:
+        require(
+            failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}"
+        )
     taken = [one for one in ended if one.failure is not None and one.running_at is not None]
     gone = sum(
         1 for one in taken if one.failure is not None and one.failure.cause in {Cause.NODE_LOST, Cause.NODE_LEFT}
     )
     if limit.max_replacements is not None:
-        require(gone <= limit.max_replacements, "D5", f"a cycle after {gone} losses, of {limit.max_replacements}")
+        settled = sum(1 for one, then in pairwise(ended) if _within(one, then, limit.settle_s))
+        counted = gone - settled
+        require(counted <= limit.max_replacements, "D5", f"a cycle after {gone} losses, of {limit.max_replacements}")
+
+
+def _within(one: Cycle, then: Cycle, settle_s: float) -> bool:
+    return (then.ended_at or 0.0) - (one.ended_at or 0.0) <= settle_s
 
 
 def _current(run: Run, number: CycleNumber) -> Cycle:
@@ -347,6 +361,25 @@ def _cause_revised(run: Run, fact: CauseRevised) -> None:
     require(is_gone, "D12", f"cycle {fact.cycle} is put down to {node_id}, which is not lost")
 
 
+def _progress_made(run: Run, fact: ProgressMade) -> None:
+    _current(run, fact.cycle)
+    further = run.progress is None or fact.step > run.progress
+    require(further, "D6", f"progress to step {fact.step}, which was {run.progress} before")
+
+
+def _node_quarantined(run: Run, fact: NodeQuarantined) -> None:
+    last = run.cycle
+    failed = last is not None and last.failure is not None and last.failure.node_id == fact.node_id
+    require(failed, "D7", f"{fact.node_id} is quarantined, and did not fail last")
+    require(fact.node_id not in run.quarantined, "D7", f"{fact.node_id} is quarantined twice")
+
+
+def _quarantine_ended(run: Run, fact: QuarantineEnded) -> None:
+    found = run.quarantined.get(fact.node_id)
+    is_over = found is not None and found.until is not None and fact.at >= found.until
+    require(is_over, "D7", f"the quarantine of {fact.node_id} ended early: {found}")
+
+
 def _by_hand(run: Run, fact: NodesPromoted | NodesDrained | NodesUndrained) -> None:
     require(run.is_open, "F1", f"{fact} changes a run that {run.state.value}")
     require(bool(fact.node_ids), "F1", f"{fact} names nobody")
@@ -373,5 +406,8 @@ _CHECKS: dict[type, Callable[[Run, Any], None]] = {
     NodesPromoted: _by_hand,
     NodesDrained: _by_hand,
     NodesUndrained: _by_hand,
+    ProgressMade: _progress_made,
+    NodeQuarantined: _node_quarantined,
+    QuarantineEnded: _quarantine_ended,
     RunClosed: _run_closed,
 }

@@ -81,7 +81,7 @@ def decide_join(run: Run, presence: Presence, command: Join, now: float) -> list
             {"node_id": command.node.node_id, "incarnation": command.node.incarnation},
         )
     if member is not None and member.is_live:
-        facts.append(_replace(presence, member, command.node, now))
+        facts.append(_replace(presence, member, command, now))
     require_own_group(run, command.node)
     older = replaced_by(run, command.node)
     why = f"its unit was started again: node {command.node.node_id} is of restart {command.node.restart_count}"
@@ -122,14 +122,16 @@ def _require_agreement(run: Run, shape: Shape, wish: SettingsWish) -> None:
         )
 
 
-def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float) -> NodeLost:
-    """B2: a new incarnation takes an old one's place once that one's lease is over, or Slurm requeued it."""
-    old = member.info
+def _replace(presence: Presence, member: Member, command: Join, now: float) -> NodeLost:
+    """B2: a new incarnation takes an old one's place once that one's lease is over, Slurm requeued it, or the newcomer,
+    on the same host, knows it to be dead."""
+    old, newcomer = member.info, command.node
     known = presence.nodes.get(old.node_id)
     is_over = known is None or now >= known.lease_until
     free_in_s = max(0.0, known.lease_until - now) if known is not None else 0.0
     was_requeued = newcomer.restart_count > old.restart_count and not (known and known.connected)
-    if is_over or was_requeued:
+    is_dead = command.replaces == old.incarnation and newcomer.host != "" and newcomer.host == old.host
+    if is_over or was_requeued or is_dead:
         why = f"replaced by incarnation {newcomer.incarnation}"
         return NodeLost(now, old.node_id, old.incarnation, why)
     raise Refused(
@@ -140,6 +142,8 @@ def _replace(presence: Presence, member: Member, newcomer: NodeInfo, now: float)
             "node_id": old.node_id,
             "joined_address": old.address,
             "joined_pid": str(old.pid),
+            "joined_incarnation": old.incarnation,
+            "joined_host": old.host,
             "address": newcomer.address,
             "pid": str(newcomer.pid),
             "lease_ttl_s": str(presence.timing.lease_ttl_s),

@@ -15,10 +15,13 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
     NodesUndrained,
+    ProgressMade,
+    QuarantineEnded,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -103,7 +106,8 @@ def tell(fact: Fact) -> str:
         case WorldChosen():
             names = list_names([str(seat.node.node_id) for seat in fact.seats])
             standbys = f"; {len(fact.standbys)} standby" if fact.standbys else ""
-            return f"cycle {fact.cycle}: world {names}{standbys}"
+            remark = f" ({fact.remark})" if fact.remark else ""
+            return f"cycle {fact.cycle}: world {names}{standbys}{remark}"
         case CycleRunning():
             return f"cycle {fact.cycle} running"
         case WorkersExited():
@@ -119,6 +123,12 @@ def tell(fact: Fact) -> str:
             return f"an operator drains {list_names(list(map(str, fact.node_ids)))}"
         case NodesUndrained():
             return f"an operator returns {list_names(list(map(str, fact.node_ids)))}"
+        case ProgressMade():
+            return f"cycle {fact.cycle}: training came to step {fact.step}"
+        case NodeQuarantined():
+            return f"node {fact.node_id} is quarantined: {fact.reason}"
+        case QuarantineEnded():
+            return f"the quarantine of node {fact.node_id} is over"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"
 

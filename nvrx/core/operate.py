@@ -37,7 +37,7 @@ def decide_operation(run: Run, presence: Presence, command: Operation, now: floa
 
 
 def _undrain(run: Run, command: Undrain, now: float) -> list[Fact]:
-    drained = _group_of(run, _require_member(run, command.node_id)) & run.drained
+    drained = _group_of(run, _require_member(run, command.node_id)) & (run.drained | run.quarantined.keys())
     if not drained:
         return []
     fact = NodesUndrained(now, tuple(sorted(drained)))

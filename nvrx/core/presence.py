@@ -6,6 +6,7 @@ All times are seconds on the run's clock and come in as arguments. Decides nothi
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ DEFAULT_LEASE_TTL_S = 10.0
 DEFAULT_RECONNECT_GRACE_S = 2.0
 RECOVERY_AT_LEAST_S = 15.0
 HEARD_WITHIN_INTERVALS = 2.0
+MEMBERS_PER_INTERVAL_S = 1000.0
+"""So many members are heard in a second: with more of them each speaks less often (rule E1)."""
+INTERVAL_MOST_S = 5.0
+LEASE_INTERVALS = 5.0
+"""A lease outlasts this many heartbeats that were lost."""
 
 
 class AgentPhase(enum.Enum):
@@ -72,11 +78,27 @@ class HostedStores:
 
 @dataclass(frozen=True)
 class Timing:
-    """How often nodes are heard and how long silence is borne. Seconds."""
+    """How often nodes are heard and how long silence is borne, in seconds. They may grow with the members (rule E1)."""
 
     heartbeat_interval_s: float = DEFAULT_HEARTBEAT_INTERVAL_S
     lease_ttl_s: float = DEFAULT_LEASE_TTL_S
     reconnect_grace_s: float = DEFAULT_RECONNECT_GRACE_S
+    interval_grows: bool = False
+    lease_grows: bool = False
+
+    @property
+    def acknowledged_within_s(self) -> float:
+        """How long a node may take to say that it has its assignment (rule D12): it does so with a heartbeat."""
+        return max(self.reconnect_grace_s, HEARD_WITHIN_INTERVALS * self.heartbeat_interval_s)
+
+    def at_size(self, members: int) -> Timing:
+        """E1: the timing for so many members. It never gets shorter: nodes go on with what they were told last."""
+        interval_s, lease_s = self.heartbeat_interval_s, self.lease_ttl_s
+        if self.interval_grows:
+            interval_s = max(interval_s, min(members / MEMBERS_PER_INTERVAL_S, INTERVAL_MOST_S))
+        if self.lease_grows:
+            lease_s = max(lease_s, LEASE_INTERVALS * interval_s)
+        return dataclasses.replace(self, heartbeat_interval_s=interval_s, lease_ttl_s=lease_s)
 
 
 @dataclass
@@ -91,6 +113,22 @@ class NodePresence:
     cycle: CycleNumber | None = None
     store_ports: tuple[int, ...] = ()
     health: Health = Health.HEALTHY
+    connected_at: float | None = None
+    acknowledged: CycleNumber | None = None
+    """The cycle that it knows of, from what it is to do; None where it does not tell."""
+    progress: int | None = None
+    """The furthest step of training that its workers told in `cycle`; None where they do not."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a node says in a heartbeat, beside how its workers ended."""
+
+    phase: AgentPhase
+    cycle: CycleNumber | None = None
+    store_ports: tuple[int, ...] = ()
+    acknowledged: CycleNumber | None = None
+    progress: int | None = None
 
 
 @dataclass
@@ -104,6 +142,8 @@ class Presence:
     stores: HostedStores = field(default_factory=HostedStores)
     returning: set[NodeId] = field(default_factory=set)
     """Nodes known before a restart of the coordinator that have not come back yet."""
+    stalled_at: float = 0.0
+    """When the coordinator was last stalled itself."""
 
     def joined(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """Give a node that joined its first lease; the same incarnation keeps what is known of it."""
@@ -118,24 +158,22 @@ class Presence:
         node = self.nodes[node_id]
         self.returning.discard(node_id)
         node.connected = True
+        node.connected_at = now
         node.heard_at = now
         node.lease_until = now + self.timing.lease_ttl_s
 
-    def heard(
-        self,
-        node_id: NodeId,
-        phase: AgentPhase,
-        cycle: CycleNumber | None,
-        store_ports: tuple[int, ...],
-        now: float,
-    ) -> bool:
-        """Renew a lease. True if the run may have to be decided anew because of what was said."""
+    def heard(self, node_id: NodeId, word: Word, now: float) -> bool:
+        """Renew a lease. True if the run may have to be decided anew because of what was said.
+
+        Progress alone is told all the time and changes little: who asks for it looks (rule D6).
+        """
         node = self.nodes[node_id]
-        was = (node.phase, node.cycle, node.store_ports, self.is_fresh(node_id, now))
-        node.phase, node.cycle, node.store_ports = phase, cycle, store_ports
+        was = (node.phase, node.cycle, node.store_ports, node.acknowledged, self.is_fresh(node_id, now))
+        node.phase, node.cycle, node.store_ports = word.phase, word.cycle, word.store_ports
+        node.acknowledged, node.progress = word.acknowledged, word.progress
         node.heard_at = now
         node.lease_until = now + self.timing.lease_ttl_s
-        return was != (phase, cycle, store_ports, True)
+        return was != (word.phase, word.cycle, word.store_ports, word.acknowledged, True)
 
     def disconnected(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """A node's stream broke: its lease shrinks to the reconnect grace (rule E1)."""
@@ -164,6 +202,7 @@ class Presence:
 
     def hear_out(self, now: float) -> None:
         """The coordinator was stalled: what nodes said meanwhile is still unread, and their streams may have broken."""
+        self.stalled_at = now
         for node in self.nodes.values():
             node.lease_until = max(node.lease_until, now + self.timing.reconnect_grace_s)
 
@@ -177,6 +216,17 @@ class Presence:
         if node is None or not node.connected or node.heard_at is None:
             return False
         return now - node.heard_at <= HEARD_WITHIN_INTERVALS * self.timing.heartbeat_interval_s
+
+    def has_taken_up(self, node_id: NodeId, cycle: CycleNumber, since: float) -> bool:
+        """Whether a node has said that it has its assignment of a cycle, which was sent at `since` (rule D12)."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return False
+        if node.cycle is not None and node.cycle >= cycle:
+            return True
+        if node.acknowledged is None:
+            return node.heard_at is not None and node.heard_at > since
+        return node.acknowledged >= cycle
 
     def health_of(self, node_id: NodeId) -> Health:
         """What is known of a node's health; without a word it is well."""

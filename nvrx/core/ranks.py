@@ -57,6 +57,8 @@ class Desired:
     exit_code: int | None = None
     failed_cycle: CycleNumber | None = None
     """The latest cycle that ended in failure, if this node took part in it."""
+    excluded: bool = False
+    """This node is kept out of the world while the run goes on: its agent may end (rule E8)."""
 
 
 def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -> Desired:
@@ -75,12 +77,22 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
     mine = seat is not None and seat.node.incarnation == incarnation
     if not cycle.is_live:
         if not mine:
-            return Desired(Action.WAIT, number, None, waiting, None, failed)
+            drained = node_id in run.drained
+            return Desired(Action.WAIT, number, None, _excluded(run, node_id) or waiting, None, failed, drained)
         why = "; ".join(one for one in (_how_it_ended(cycle), waiting) if one)
         return Desired(Action.STOP, number, None, why, None, failed)
     if seat is None or not mine:
-        return Desired(Action.WAIT, number, None, f"standby of cycle {number}", None, failed)
+        why = _excluded(run, node_id)
+        return Desired(Action.WAIT, number, None, why or f"standby of cycle {number}", None, failed, bool(why))
     return Desired(Action.RUN, number, _assignment(run, cycle, seat), _why_anew(run), None, failed)
+
+
+def _excluded(run: Run, node_id: NodeId) -> str:
+    """E8: why a node without a seat is kept out of the world; empty if it just stands by."""
+    if node_id in run.drained:
+        return "excluded: drained by an operator"
+    found = run.quarantined.get(node_id)
+    return f"excluded: in quarantine, {found.reason}" if found is not None else ""
 
 
 def _why_anew(run: Run) -> str:
@@ -193,6 +205,7 @@ class NodeState(enum.Enum):
     STANDBY = "STANDBY"
     ACTIVE = "ACTIVE"
     DRAINING = "DRAINING"
+    QUARANTINED = "QUARANTINED"
     LOST = "LOST"
     LEFT = "LEFT"
 
@@ -219,7 +232,23 @@ def node_state(run: Run, member: Member) -> NodeState:
         return NodeState.LEFT
     if member.info.node_id in run.drained:
         return NodeState.DRAINING
-    return NodeState.ACTIVE if _is_active(run, member) else NodeState.STANDBY
+    if _is_active(run, member):
+        return NodeState.ACTIVE
+    return NodeState.QUARANTINED if member.info.node_id in run.quarantined else NodeState.STANDBY
+
+
+def node_reason(run: Run, member: Member) -> str:
+    """Why a member, present or past, stands as it does, where there is more to say than its state."""
+    found = run.quarantined.get(member.info.node_id)
+    if not member.is_live or found is None:
+        return member.gone_reason
+    kept = "; kept in the world, which has no other node for its place" if _is_active(run, member) else ""
+    return f"quarantined: {found.reason}{kept}"
+
+
+def active_nodes(run: Run) -> int:
+    """How many members have a seat in the current cycle; a drained one may still be among them."""
+    return sum(1 for member in run.members.values() if _is_active(run, member))
 
 
 def _is_active(run: Run, member: Member) -> bool:

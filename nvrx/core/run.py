@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from .facts import (
+    LOSSES,
+    PLANNED,
     Cause,
     CauseRevised,
     CycleEnded,
@@ -25,10 +27,13 @@ from .facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
     NodesUndrained,
+    ProgressMade,
+    QuarantineEnded,
     RunClosed,
     RunOpened,
     RunReopened,
@@ -106,6 +111,10 @@ class Cycle:
     consequences: tuple[Failure, ...] = ()
     exits: Mapping[NodeId, Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
     lost: frozenset[NodeId] = frozenset()
+    remark: str = ""
+    """Why its world may not be the best one (rule C4); empty where it is."""
+    progressed: bool = False
+    """Whether training came further in it than ever before (rule D6)."""
 
     @cached_property
     def seat_of(self) -> Mapping[NodeId, Seat]:
@@ -138,6 +147,22 @@ class Cycle:
 
 
 @dataclass(frozen=True)
+class Quarantine:
+    """Why a node is chosen last, and until when; None: for the rest of the run (rule D7)."""
+
+    reason: str
+    until: float | None
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A node did not take up its place in `cycle`: it is passed over until it says that it has (rule D12)."""
+
+    incarnation: Incarnation
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
 class Run:
     """One training job across all its restarts. An unopened run has no shape."""
 
@@ -160,6 +185,14 @@ class Run:
     """Nodes that an operator wants in the next world."""
     replaced: frozenset[NodeId] = frozenset()
     """Nodes that an operator wants out of the next world, for the promoted ones."""
+    quarantined: Mapping[NodeId, Quarantine] = field(default_factory=dict)
+    """Nodes that are chosen last, because their own workers failed first again and again."""
+    pardoned: Mapping[NodeId, CycleNumber] = field(default_factory=dict)
+    """From which cycle on the failures of nodes that were in quarantine count again."""
+    suspected: Mapping[NodeId, Suspicion] = field(default_factory=dict)
+    """Nodes that did not take up their place, whether or not they have been heard since."""
+    progress: int | None = None
+    """The furthest step of training that was told; None where nobody tells."""
     highest_cycle: CycleNumber | None = None
     """The highest cycle number that this run or, before a journal was lost, a node of it has seen."""
     close_reason: str = ""
@@ -199,17 +232,6 @@ class Run:
     def as_of(self, cycle: Cycle) -> Run:
         """This run with the shape that it had in a cycle (rule H1)."""
         return self if cycle.shape == self.shape else dataclasses.replace(self, shape=cycle.shape)
-
-    def ended_by(self, *causes: Cause) -> int:
-        """How many cycles of this life that had been RUNNING, or failed by themselves, ended by `causes`."""
-        return sum(
-            1
-            for one in self.cycles
-            if one.number >= self.life_began_with
-            and one.failure is not None
-            and one.failure.cause in causes
-            and (one.running_at is not None or one.failure.cause is Cause.WORKER_FAILED)
-        )
 
 
 def open_run(fact: RunOpened) -> Run:
@@ -261,6 +283,9 @@ def _reopened(run: Run, fact: RunReopened) -> Run:
         life_began_with=run.next_cycle,
         short_since=fact.at,
         stopping={},
+        quarantined={},
+        pardoned={},
+        suspected={},
         close_reason="",
         exit_code=0,
         members={name: _gone(one, Membership.LEFT, fact.at, "") for name, one in run.members.items()},
@@ -323,6 +348,7 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
         master=fact.master,
         started_at=fact.at,
         started_time=fact.time,
+        remark=fact.remark,
     )
     return dataclasses.replace(
         run,
@@ -381,6 +407,7 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
     cycle = run.find_cycle(fact.cycle)
     if cycle is None:
         return run
+    run = _settled(run, cycle, fact)
     first = fact.failure
     others = tuple(
         failure_of(cycle, node_id, one, fact.at)
@@ -388,12 +415,29 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
         for one in exits.values()
         if one.failed and (node_id, one.local_rank) != (first.node_id, first.local_rank)
     )
+    suspects = {
+        node_id: Suspicion(cycle.seat_of[node_id].node.incarnation, cycle.number)
+        for node_id in fact.suspects
+        if node_id in cycle.seat_of
+    }
+    run = dataclasses.replace(run, suspected={**run.suspected, **suspects}) if suspects else run
     return _replace_cycle(
         run,
         dataclasses.replace(
             cycle, ended_at=fact.at, ended_time=fact.time, failure=first, consequences=others[:MAX_CONSEQUENCES]
         ),
     )
+
+
+def _settled(run: Run, cycle: Cycle, fact: CycleEnded) -> Run:
+    """D3: a loss that is found while a failure settles is part of that failure's record."""
+    before = next((one for one in reversed(run.cycles) if one.number < cycle.number), None)
+    if before is None or before.ended_at is None or fact.failure.cause not in LOSSES:
+        return run
+    if before.failure is None or before.failure.cause in PLANNED or fact.at - before.ended_at > run.settings.settle_s:
+        return run
+    consequences = (*before.consequences, fact.failure)[:MAX_CONSEQUENCES]
+    return _replace_cycle(run, dataclasses.replace(before, consequences=consequences))
 
 
 def _revised(run: Run, fact: CauseRevised) -> Run:
@@ -403,6 +447,36 @@ def _revised(run: Run, fact: CauseRevised) -> Run:
     before = () if cycle.failure is None else (cycle.failure,)
     consequences = (*before, *cycle.consequences)[:MAX_CONSEQUENCES]
     return _replace_cycle(run, dataclasses.replace(cycle, failure=fact.failure, consequences=consequences))
+
+
+def _progressed(run: Run, fact: ProgressMade) -> Run:
+    cycle = run.find_cycle(fact.cycle)
+    # Where training begins is no progress: nobody knows of less.
+    came_further = fact.step > (run.progress or 0)
+    run = dataclasses.replace(run, progress=max(fact.step, run.progress or 0))
+    return (
+        run if cycle is None or not came_further else _replace_cycle(run, dataclasses.replace(cycle, progressed=True))
+    )
+
+
+def _quarantined(run: Run, fact: NodeQuarantined) -> Run:
+    found = Quarantine(fact.reason, fact.until)
+    return dataclasses.replace(run, quarantined={**run.quarantined, fact.node_id: found})
+
+
+def _quarantine_ended(run: Run, fact: QuarantineEnded) -> Run:
+    return _pardoned(run, {fact.node_id})
+
+
+def _pardoned(run: Run, node_ids: set[NodeId]) -> Run:
+    were = node_ids & run.quarantined.keys()
+    if not were:
+        return run
+    return dataclasses.replace(
+        run,
+        quarantined={name: found for name, found in run.quarantined.items() if name not in were},
+        pardoned={**run.pardoned, **dict.fromkeys(were, run.next_cycle)},
+    )
 
 
 def _promoted(run: Run, fact: NodesPromoted) -> Run:
@@ -417,7 +491,7 @@ def _drained(run: Run, fact: NodesDrained) -> Run:
 
 
 def _undrained(run: Run, fact: NodesUndrained) -> Run:
-    return dataclasses.replace(run, drained=run.drained - {*fact.node_ids})
+    return _pardoned(dataclasses.replace(run, drained=run.drained - {*fact.node_ids}), {*fact.node_ids})
 
 
 def _closed(run: Run, fact: RunClosed) -> Run:
@@ -438,5 +512,8 @@ _EVOLVE: Mapping[type, Callable[[Run, Any], Run]] = {
     NodesPromoted: _promoted,
     NodesDrained: _drained,
     NodesUndrained: _undrained,
+    ProgressMade: _progressed,
+    NodeQuarantined: _quarantined,
+    QuarantineEnded: _quarantine_ended,
     RunClosed: _closed,
 }

@@ -22,6 +22,10 @@ MAX_FINGERPRINT_TEXT = 8192
 DEFAULT_MAX_RESTARTS = 3
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 DEFAULT_LAST_CALL_S = 1.0
+DEFAULT_SETTLE_S = 0.5
+DEFAULT_RESTART_BACKOFF_S = 1.0
+DEFAULT_MAX_NO_PROGRESS_CYCLES = 3
+DEFAULT_MAX_NODE_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,15 @@ class Shape:
         return self.parallel.problem(self.min_nodes, self.workers_per_node)
 
 
+class RestartBudget(enum.Enum):
+    """What `max_restarts` counts (rule D6)."""
+
+    FIXED = "FIXED"
+    """Every restart of the run."""
+    PER_PROGRESS = "PER_PROGRESS"
+    """Restarts since training last came further."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What decides for the run as a whole: the first node to join sets it. Durations in seconds."""
@@ -103,12 +116,23 @@ class Settings:
     max_replacements: int | None = None
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     last_call_s: float = DEFAULT_LAST_CALL_S
+    settle_s: float = DEFAULT_SETTLE_S
+    """Losses this soon after a failure belong to it (rule D3)."""
+    restart_backoff_s: float = DEFAULT_RESTART_BACKOFF_S
+    """First wait of a crash loop, doubled each time; 0 turns it off (rule D11)."""
+    max_no_progress_cycles: int = DEFAULT_MAX_NO_PROGRESS_CYCLES
+    """Cycles in a row without progress that end the run, where progress is reported; 0 turns it off (rule D6)."""
+    restart_budget: RestartBudget = RestartBudget.FIXED
+    max_node_failures: int = DEFAULT_MAX_NODE_FAILURES
+    """Cycles in a row that one node's workers may fail first; 0 turns quarantine off (rule D7)."""
+    quarantine_s: float | None = None
+    """How long such a node is chosen last; None: for the rest of the run."""
 
     def problem(self) -> str | None:
         """Why no run can have these settings, in one line; None if one can."""
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if value is not None and not value >= 0:
+            if isinstance(value, int | float) and not value >= 0:
                 return f"{one.name} is {value}; a number from 0 up is possible"
         return None
 
@@ -121,11 +145,17 @@ class SettingsWish:
     max_replacements: int | None = None
     join_timeout_s: float | None = None
     last_call_s: float | None = None
+    settle_s: float | None = None
+    restart_backoff_s: float | None = None
+    max_no_progress_cycles: int | None = None
+    restart_budget: RestartBudget | None = None
+    max_node_failures: int | None = None
+    quarantine_s: float | None = None
 
     def over_defaults(self) -> Settings:
         """The settings of a run that this node opens."""
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return Settings(**given)
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -164,5 +194,5 @@ def differences(shape: Shape, settings: Settings, node_shape: Shape, node_wish: 
     for one in dataclasses.fields(node_wish):
         wished = getattr(node_wish, one.name)
         if wished is not None and wished != getattr(settings, one.name):
-            found.append(Difference(one.name, str(getattr(settings, one.name)), str(wished)))
+            found.append(Difference(one.name, _told(getattr(settings, one.name)), _told(wished)))
     return tuple(found)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
+from .budgets import backoff_s, spent
 from .facts import (
-    Cause,
     Endpoint,
     Placed,
     RunClosed,
@@ -21,10 +22,11 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
-from .narrate import MAX_NAMED, describe_failure, list_names
+from .narrate import MAX_NAMED, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Member, Run
+from .shape import RankPolicy, Shape
 from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source
 
@@ -33,6 +35,7 @@ STOPPING_MARGIN_S = 2.0
 MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
+_REMEMBERED = 4
 RECENT_CYCLES = 4
 """A store's port serves no second cycle within these; a node offers more ports than these can use up."""
 
@@ -54,9 +57,12 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
     wait = _wait_for_nodes(run, presence, now)
     if wait is not None:
         return wait
-    spent = _spent_budget(run)
-    if spent is not None:
-        return RunClosed(now, RunState.FAILED, spent, 1)
+    over = spent(run)
+    if over is not None:
+        return RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
+    wait = _backoff(run, now)
+    if wait is not None:
+        return wait
     found = place_world(run, presence, now)
     if isinstance(found, Shortage):
         return _short(run, found, now)
@@ -92,22 +98,48 @@ def wished_world(run: Run, presence: Presence, now: float) -> Placement | Shorta
 
 def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequence[Absent] = ()) -> Placement | Shortage:
     source = run.order_source or settle_source([one.info.order_sources for one in candidates])
-    return place(
-        [
+    shape = run.shape
+    asked = _Question(
+        candidates=tuple(
             Candidate(
                 one.info.node_id,
                 _key(one, source),
                 one.info.replacement_group_id,
                 one.info.domain_id,
-                last_resort=presence.health_of(one.info.node_id) is Health.DEGRADED,
+                last_resort=_is_last_resort(run, presence, one.info.node_id),
             )
             for one in candidates
-        ],
-        run.shape,
-        _previous(run),
-        Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
-        gone,
+        ),
+        form=(shape.min_nodes, shape.replacement_group_size, shape.segment_size, shape.rank_policy),
+        previous=tuple(_previous(run).items()),
+        wanted=Wanted(include=_promoted(run), exclude=run.drained | run.replaced, replaced=run.replaced - run.drained),
+        gone=tuple(gone),
+        shape=shape,
     )
+    return _answer(asked)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What `place` is asked. While no cycle is live the same is asked to decide, to explain and to set the timer."""
+
+    candidates: tuple[Candidate, ...]
+    form: tuple[int, int, int | None, RankPolicy]
+    previous: tuple[tuple[NodeId, GroupRank], ...]
+    wanted: Wanted
+    gone: tuple[Absent, ...]
+    shape: Shape = field(compare=False)
+    """Only what stands in `form` is asked of it."""
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _answer(asked: _Question) -> Placement | Shortage:
+    return place(asked.candidates, asked.shape, dict(asked.previous), asked.wanted, asked.gone)
+
+
+def _is_last_resort(run: Run, presence: Presence, node_id: NodeId) -> bool:
+    """C1, D7: degraded and quarantined nodes are chosen last, not never."""
+    return presence.health_of(node_id) is Health.DEGRADED or node_id in run.quarantined
 
 
 def _promoted(run: Run) -> frozenset[NodeId]:
@@ -136,8 +168,10 @@ def absent(run: Run, presence: Presence, now: float) -> list[Absent]:
             continue
         if not member.is_live:
             why = member.membership.value.lower()
+        elif presence.health_of(node_id) is Health.UNHEALTHY:
+            why = "unhealthy"
         else:
-            why = "unhealthy" if presence.health_of(node_id) is Health.UNHEALTHY else "silent"
+            why = "suspect: it did not take up its place" if is_suspect(run, presence, node_id) else "silent"
         found.append(Absent(node_id, group, member.info.domain_id, why))
     return found
 
@@ -147,8 +181,21 @@ def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
     return [
         one
         for one in run.live_members()
-        if presence.is_fresh(one.info.node_id, now) and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+        if presence.is_fresh(one.info.node_id, now)
+        and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+        and not is_suspect(run, presence, one.info.node_id)
     ]
+
+
+def is_suspect(run: Run, presence: Presence, node_id: NodeId) -> bool:
+    """D12: the node did not take up its place in a cycle, and has not said since that it knows of it."""
+    found = run.suspected.get(node_id)
+    if found is None:
+        return False
+    member, cycle = run.live(node_id), run.find_cycle(found.cycle)
+    if member is None or cycle is None or member.info.incarnation != found.incarnation:
+        return False
+    return not presence.has_taken_up(node_id, found.cycle, cycle.ended_at or 0.0)
 
 
 def _source(run: Run, presence: Presence, now: float) -> OrderSource:
@@ -197,29 +244,12 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     return None
 
 
-def restarts_used(run: Run) -> int:
-    """Cycles of this life that workers ended by themselves; counted against `max_restarts` (rule D5)."""
-    return run.ended_by(Cause.WORKER_FAILED)
-
-
-def replacements_used(run: Run) -> int:
-    """Running cycles of this life ended by a lost or leaving node; against `max_replacements` (rule D5)."""
-    return run.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
-
-
-def _spent_budget(run: Run) -> str | None:
-    """D5: why there is no further cycle; None if there may be one."""
-    last = run.cycle
-    if last is None or last.failure is None or last.number < run.life_began_with:
+def _backoff(run: Run, now: float) -> Wait | None:
+    """D11: workers that die as soon as they run are started ever more slowly."""
+    cycle, pause_s = run.cycle, backoff_s(run)
+    if cycle is None or cycle.ended_at is None or now >= cycle.ended_at + pause_s:
         return None
-    settings = run.settings
-    happened = f"cycle {last.number}: {describe_failure(last.failure)}"
-    restarts, replaced = restarts_used(run), replacements_used(run)
-    if restarts > settings.max_restarts or (settings.max_restarts == 0 and not last.failure.cause.is_planned):
-        return f"{happened}; max_restarts {settings.max_restarts} is used up"
-    if settings.max_replacements is not None and replaced > settings.max_replacements:
-        return f"{happened}; max_replacements {settings.max_replacements} is used up"
-    return None
+    return Wait(f"workers fail soon after every start: the next waits {pause_s:g} s", cycle.ended_at + pause_s)
 
 
 def _key(member: Member, source: OrderSource) -> OrderKey:
@@ -298,6 +328,7 @@ def _wait_for_leaving(run: Run, presence: Presence, found: Placement, now: float
         and (member := run.live(seat.node.node_id)) is not None
         and member.info.incarnation == seat.node.incarnation
         and presence.is_fresh(seat.node.node_id, now)
+        and not is_suspect(run, presence, seat.node.node_id)
         and may_have_workers(run, cycle, seat.node.node_id, presence)
     }
     leaving = {name: at for name, at in until.items() if now < at}
@@ -365,4 +396,5 @@ def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoin
         seats=tuple(Seat(placed(one), GroupRank(rank)) for rank, one in enumerate(found.chosen)),
         standbys=tuple(Standby(placed(one.node_id), one.reason) for one in found.left_out),
         master=master,
+        remark=found.remark,
     )

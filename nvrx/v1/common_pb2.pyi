@@ -331,6 +331,30 @@ RANK_POLICY_STICKY: RankPolicy.ValueType  # 2
 """Lets survivors keep their group rank and gives freed ones to newcomers."""
 global___RankPolicy = RankPolicy
 
+class _RestartBudget:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RestartBudgetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RestartBudget.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RESTART_BUDGET_UNSPECIFIED: _RestartBudget.ValueType  # 0
+    """Means that the budget is not known, or not asked for."""
+    RESTART_BUDGET_FIXED: _RestartBudget.ValueType  # 1
+    """Counts every restart of the run."""
+    RESTART_BUDGET_PER_PROGRESS: _RestartBudget.ValueType  # 2
+    """Counts the restarts since training last came further."""
+
+class RestartBudget(_RestartBudget, metaclass=_RestartBudgetEnumTypeWrapper):
+    """Says which restarts count against `max_restarts`."""
+
+RESTART_BUDGET_UNSPECIFIED: RestartBudget.ValueType  # 0
+"""Means that the budget is not known, or not asked for."""
+RESTART_BUDGET_FIXED: RestartBudget.ValueType  # 1
+"""Counts every restart of the run."""
+RESTART_BUDGET_PER_PROGRESS: RestartBudget.ValueType  # 2
+"""Counts the restarts since training last came further."""
+global___RestartBudget = RestartBudget
+
 class _WorkerOutcome:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -509,10 +533,22 @@ class Settings(google.protobuf.message.Message):
     MAX_REPLACEMENTS_FIELD_NUMBER: builtins.int
     JOIN_TIMEOUT_FIELD_NUMBER: builtins.int
     LAST_CALL_FIELD_NUMBER: builtins.int
+    SETTLE_FIELD_NUMBER: builtins.int
+    RESTART_BACKOFF_FIELD_NUMBER: builtins.int
+    MAX_NO_PROGRESS_CYCLES_FIELD_NUMBER: builtins.int
+    RESTART_BUDGET_FIELD_NUMBER: builtins.int
+    MAX_NODE_FAILURES_FIELD_NUMBER: builtins.int
+    QUARANTINE_FIELD_NUMBER: builtins.int
     max_restarts: builtins.int
     """Cycles that may be ended by a worker's failure, a hang or an unhealthy device before the run fails."""
     max_replacements: builtins.int
     """Cycles that may be ended by a lost or leaving node before the run fails; absent: as capacity allows."""
+    max_no_progress_cycles: builtins.int
+    """Cycles in a row without progress that end the run, where progress is reported; zero turns it off."""
+    restart_budget: global___RestartBudget.ValueType
+    """What `max_restarts` counts."""
+    max_node_failures: builtins.int
+    """Cycles in a row that one node's workers may fail first before it is quarantined; zero turns that off."""
     @property
     def join_timeout(self) -> google.protobuf.duration_pb2.Duration:
         """Time that the run may be short of nodes before it fails."""
@@ -521,6 +557,18 @@ class Settings(google.protobuf.message.Message):
     def last_call(self) -> google.protobuf.duration_pb2.Duration:
         """Time that the first cycle waits for more nodes once a world is possible."""
 
+    @property
+    def settle(self) -> google.protobuf.duration_pb2.Duration:
+        """Time after a failure within which the loss of a node belongs to it."""
+
+    @property
+    def restart_backoff(self) -> google.protobuf.duration_pb2.Duration:
+        """First wait of a crash loop, doubled each time; zero turns it off."""
+
+    @property
+    def quarantine(self) -> google.protobuf.duration_pb2.Duration:
+        """Time that such a node is quarantined; absent: for the rest of the run."""
+
     def __init__(
         self,
         *,
@@ -528,9 +576,19 @@ class Settings(google.protobuf.message.Message):
         max_replacements: builtins.int | None = ...,
         join_timeout: google.protobuf.duration_pb2.Duration | None = ...,
         last_call: google.protobuf.duration_pb2.Duration | None = ...,
+        settle: google.protobuf.duration_pb2.Duration | None = ...,
+        restart_backoff: google.protobuf.duration_pb2.Duration | None = ...,
+        max_no_progress_cycles: builtins.int | None = ...,
+        restart_budget: global___RestartBudget.ValueType = ...,
+        max_node_failures: builtins.int | None = ...,
+        quarantine: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_no_progress_cycles", b"_max_no_progress_cycles", "_max_node_failures", b"_max_node_failures", "_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_no_progress_cycles", b"max_no_progress_cycles", "max_node_failures", b"max_node_failures", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts", "quarantine", b"quarantine", "restart_backoff", b"restart_backoff", "settle", b"settle"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_no_progress_cycles", b"_max_no_progress_cycles", "_max_node_failures", b"_max_node_failures", "_max_replacements", b"_max_replacements", "_max_restarts", b"_max_restarts", "join_timeout", b"join_timeout", "last_call", b"last_call", "max_no_progress_cycles", b"max_no_progress_cycles", "max_node_failures", b"max_node_failures", "max_replacements", b"max_replacements", "max_restarts", b"max_restarts", "quarantine", b"quarantine", "restart_backoff", b"restart_backoff", "restart_budget", b"restart_budget", "settle", b"settle"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_no_progress_cycles", b"_max_no_progress_cycles"]) -> typing.Literal["max_no_progress_cycles"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_node_failures", b"_max_node_failures"]) -> typing.Literal["max_node_failures"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_replacements", b"_max_replacements"]) -> typing.Literal["max_replacements"] | None: ...
     @typing.overload

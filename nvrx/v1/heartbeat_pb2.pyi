@@ -34,6 +34,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     HEALTH_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
     STORE_PORTS_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGED_CYCLE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run that the node is a member of."""
     node_id: builtins.str
@@ -46,13 +47,17 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """Phase that the agent is in."""
     cycle: builtins.int
     """Cycle that the phase is about; absent before the node has had one."""
+    acknowledged_cycle: builtins.int
+    """Cycle of the desired state that the node has received last; absent before the first. A node that does not
+    acknowledge its assignment in time is passed over.
+    """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerReport]:
         """Reports of workers, changes only; those not yet acknowledged are sent again after a break. May be repeated."""
 
     @property
     def health(self) -> global___Health:
-        """Health of the node; absent when unchanged. Not acted upon yet."""
+        """Health of the node; absent where they do not tell."""
 
     @property
     def progress(self) -> global___Progress:
@@ -75,9 +80,13 @@ class HeartbeatRequest(google.protobuf.message.Message):
         health: global___Health | None = ...,
         progress: global___Progress | None = ...,
         store_ports: collections.abc.Iterable[builtins.int] | None = ...,
+        acknowledged_cycle: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cycle", b"_cycle", "cycle", b"cycle", "health", b"health", "progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "cycle", b"cycle", "health", b"health", "incarnation", b"incarnation", "node_id", b"node_id", "phase", b"phase", "progress", b"progress", "run_id", b"run_id", "sequence", b"sequence", "store_ports", b"store_ports", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_acknowledged_cycle", b"_acknowledged_cycle", "_cycle", b"_cycle", "acknowledged_cycle", b"acknowledged_cycle", "cycle", b"cycle", "health", b"health", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_acknowledged_cycle", b"_acknowledged_cycle", "_cycle", b"_cycle", "acknowledged_cycle", b"acknowledged_cycle", "cycle", b"cycle", "health", b"health", "incarnation", b"incarnation", "node_id", b"node_id", "phase", b"phase", "progress", b"progress", "run_id", b"run_id", "sequence", b"sequence", "store_ports", b"store_ports", "workers", b"workers"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_acknowledged_cycle", b"_acknowledged_cycle"]) -> typing.Literal["acknowledged_cycle"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cycle", b"_cycle"]) -> typing.Literal["cycle"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
@@ -264,6 +273,7 @@ class DesiredState(google.protobuf.message.Message):
     ASSIGNMENT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
+    EXCLUDED_FIELD_NUMBER: builtins.int
     action: nvrx.v1.common_pb2.DesiredAction.ValueType
     """Action to take."""
     cycle: builtins.int
@@ -272,6 +282,8 @@ class DesiredState(google.protobuf.message.Message):
     """Reason, in one sentence."""
     exit_code: builtins.int
     """Code that the agent is to exit with; set when the action is EXIT."""
+    excluded: builtins.bool
+    """Whether the node is kept out of the world while the run goes on (drained, quarantined); its agent may then end."""
     @property
     def assignment(self) -> global___Assignment:
         """Place of the node in the world; set when the action is RUN."""
@@ -284,9 +296,10 @@ class DesiredState(google.protobuf.message.Message):
         assignment: global___Assignment | None = ...,
         reason: builtins.str = ...,
         exit_code: builtins.int | None = ...,
+        excluded: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cycle", b"_cycle", "_exit_code", b"_exit_code", "assignment", b"assignment", "cycle", b"cycle", "exit_code", b"exit_code"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_exit_code", b"_exit_code", "action", b"action", "assignment", b"assignment", "cycle", b"cycle", "exit_code", b"exit_code", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cycle", b"_cycle", "_exit_code", b"_exit_code", "action", b"action", "assignment", b"assignment", "cycle", b"cycle", "excluded", b"excluded", "exit_code", b"exit_code", "reason", b"reason"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cycle", b"_cycle"]) -> typing.Literal["cycle"] | None: ...
     @typing.overload

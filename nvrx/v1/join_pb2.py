@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from nvrx.v1 import common_pb2 as nvrx_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12nvrx/v1/join.proto\x12\x07nvrx.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14nvrx/v1/common.proto\"\xdb\x05\n\x0bJoinRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x1d\n\x05shape\x18\x07 \x01(\x0b\x32\x0e.nvrx.v1.Shape\x12#\n\x08settings\x18\x08 \x01(\x0b\x32\x11.nvrx.v1.Settings\x12=\n\rorder_sources\x18\t \x03(\x0b\x32&.nvrx.v1.JoinRequest.OrderSourcesEntry\x12\x17\n\narray_rank\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14replacement_group_id\x18\x0b \x01(\t\x12\x11\n\tdomain_id\x18\x0c \x01(\t\x12:\n\x0b\x66ingerprint\x18\r \x03(\x0b\x32%.nvrx.v1.JoinRequest.FingerprintEntry\x12 \n\x07\x64\x65vices\x18\x0e \x03(\x0b\x32\x0f.nvrx.v1.Device\x12\x15\n\rrestart_count\x18\x0f \x01(\x05\x12\x17\n\nlast_cycle\x18\x10 \x01(\x05H\x01\x88\x01\x01\x12\x19\n\x0cwire_version\x18\x11 \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06reopen\x18\x12 \x01(\x08\x12\x1a\n\x12group_array_job_id\x18\x13 \x01(\t\x12-\n\nstop_grace\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x33\n\x11OrderSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_array_rankB\r\n\x0b_last_cycleB\x0f\n\r_wire_version\"\xa2\x02\n\x0cJoinResponse\x12,\n\tlease_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05\x63ycle\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12\x14\n\x0c\x63oordinators\x18\x05 \x03(\t\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x12\n\njournal_id\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x32\n\x0freconnect_grace\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\n\x06_cycle\"\xb5\x01\n\x0cLeaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1c\n\x0fworkers_stopped\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12-\n\nstop_grace\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x12\n\x10_workers_stopped\"\x0f\n\rLeaveResponse2z\n\x0bJoinService\x12\x33\n\x04Join\x12\x14.nvrx.v1.JoinRequest\x1a\x15.nvrx.v1.JoinResponse\x12\x36\n\x05Leave\x12\x15.nvrx.v1.LeaveRequest\x1a\x16.nvrx.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12nvrx/v1/join.proto\x12\x07nvrx.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x14nvrx/v1/common.proto\"\xfb\x05\n\x0bJoinRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x1d\n\x05shape\x18\x07 \x01(\x0b\x32\x0e.nvrx.v1.Shape\x12#\n\x08settings\x18\x08 \x01(\x0b\x32\x11.nvrx.v1.Settings\x12=\n\rorder_sources\x18\t \x03(\x0b\x32&.nvrx.v1.JoinRequest.OrderSourcesEntry\x12\x17\n\narray_rank\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14replacement_group_id\x18\x0b \x01(\t\x12\x11\n\tdomain_id\x18\x0c \x01(\t\x12:\n\x0b\x66ingerprint\x18\r \x03(\x0b\x32%.nvrx.v1.JoinRequest.FingerprintEntry\x12 \n\x07\x64\x65vices\x18\x0e \x03(\x0b\x32\x0f.nvrx.v1.Device\x12\x15\n\rrestart_count\x18\x0f \x01(\x05\x12\x17\n\nlast_cycle\x18\x10 \x01(\x05H\x01\x88\x01\x01\x12\x19\n\x0cwire_version\x18\x11 \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06reopen\x18\x12 \x01(\x08\x12\x1a\n\x12group_array_job_id\x18\x13 \x01(\t\x12-\n\nstop_grace\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04host\x18\x15 \x01(\t\x12\x10\n\x08replaces\x18\x16 \x01(\t\x1a\x33\n\x11OrderSourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\r\n\x0b_array_rankB\r\n\x0b_last_cycleB\x0f\n\r_wire_version\"\xa2\x02\n\x0cJoinResponse\x12,\n\tlease_ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05\x63ycle\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12\x14\n\x0c\x63oordinators\x18\x05 \x03(\t\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x12\n\njournal_id\x18\x07 \x01(\t\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\x32\n\x0freconnect_grace\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\n\x06_cycle\"\xb5\x01\n\x0cLeaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1c\n\x0fworkers_stopped\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12-\n\nstop_grace\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x12\n\x10_workers_stopped\"\x0f\n\rLeaveResponse2z\n\x0bJoinService\x12\x33\n\x04Join\x12\x14.nvrx.v1.JoinRequest\x1a\x15.nvrx.v1.JoinResponse\x12\x36\n\x05Leave\x12\x15.nvrx.v1.LeaveRequest\x1a\x16.nvrx.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,17 +38,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST_FINGERPRINTENTRY']._loaded_options = None
   _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_options = b'8\001'
   _globals['_JOINREQUEST']._serialized_start=86
-  _globals['_JOINREQUEST']._serialized_end=817
-  _globals['_JOINREQUEST_ORDERSOURCESENTRY']._serialized_start=667
-  _globals['_JOINREQUEST_ORDERSOURCESENTRY']._serialized_end=718
-  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_start=720
-  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_end=770
-  _globals['_JOINRESPONSE']._serialized_start=820
-  _globals['_JOINRESPONSE']._serialized_end=1110
-  _globals['_LEAVEREQUEST']._serialized_start=1113
-  _globals['_LEAVEREQUEST']._serialized_end=1294
-  _globals['_LEAVERESPONSE']._serialized_start=1296
-  _globals['_LEAVERESPONSE']._serialized_end=1311
-  _globals['_JOINSERVICE']._serialized_start=1313
-  _globals['_JOINSERVICE']._serialized_end=1435
+  _globals['_JOINREQUEST']._serialized_end=849
+  _globals['_JOINREQUEST_ORDERSOURCESENTRY']._serialized_start=699
+  _globals['_JOINREQUEST_ORDERSOURCESENTRY']._serialized_end=750
+  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_start=752
+  _globals['_JOINREQUEST_FINGERPRINTENTRY']._serialized_end=802
+  _globals['_JOINRESPONSE']._serialized_start=852
+  _globals['_JOINRESPONSE']._serialized_end=1142
+  _globals['_LEAVEREQUEST']._serialized_start=1145
+  _globals['_LEAVEREQUEST']._serialized_end=1326
+  _globals['_LEAVERESPONSE']._serialized_start=1328
+  _globals['_LEAVERESPONSE']._serialized_end=1343
+  _globals['_JOINSERVICE']._serialized_start=1345
+  _globals['_JOINSERVICE']._serialized_end=1467
 # @@protoc_insertion_point(module_scope)

@@ -72,6 +72,8 @@ class JoinRequest(google.protobuf.message.Message):
     REOPEN_FIELD_NUMBER: builtins.int
     GROUP_ARRAY_JOB_ID_FIELD_NUMBER: builtins.int
     STOP_GRACE_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    REPLACES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Run to join; empty: the run that the coordinator declared, else `default`."""
     node_id: builtins.str
@@ -102,6 +104,10 @@ class JoinRequest(google.protobuf.message.Message):
     """Array job that `replacement_group_id` is a task of; empty when the group has a name of its own. Two arrays have equal
     task ids, which are two groups.
     """
+    host: builtins.str
+    """What `pid` is relative to: a boot of a machine, and a pid namespace there."""
+    replaces: builtins.str
+    """Older incarnation of the node, on the same host, that the newcomer knows to be dead; empty where there is none."""
     @property
     def shape(self) -> nvrx.v1.common_pb2.Shape:
         """Shape that the node expects of the run."""
@@ -151,9 +157,11 @@ class JoinRequest(google.protobuf.message.Message):
         reopen: builtins.bool = ...,
         group_array_job_id: builtins.str = ...,
         stop_grace: google.protobuf.duration_pb2.Duration | None = ...,
+        host: builtins.str = ...,
+        replaces: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "array_rank", b"array_rank", "last_cycle", b"last_cycle", "settings", b"settings", "shape", b"shape", "stop_grace", b"stop_grace", "wire_version", b"wire_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "group_array_job_id", b"group_array_job_id", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "reopen", b"reopen", "replacement_group_id", b"replacement_group_id", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "stop_grace", b"stop_grace", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_array_rank", b"_array_rank", "_last_cycle", b"_last_cycle", "_wire_version", b"_wire_version", "address", b"address", "array_rank", b"array_rank", "devices", b"devices", "domain_id", b"domain_id", "fingerprint", b"fingerprint", "group_array_job_id", b"group_array_job_id", "host", b"host", "incarnation", b"incarnation", "last_cycle", b"last_cycle", "node_id", b"node_id", "order_sources", b"order_sources", "pid", b"pid", "reopen", b"reopen", "replacement_group_id", b"replacement_group_id", "replaces", b"replaces", "restart_count", b"restart_count", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "stop_grace", b"stop_grace", "version", b"version", "wire_version", b"wire_version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_array_rank", b"_array_rank"]) -> typing.Literal["array_rank"] | None: ...
     @typing.overload

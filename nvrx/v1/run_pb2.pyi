@@ -78,6 +78,8 @@ class Run(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     JOURNAL_ID_FIELD_NUMBER: builtins.int
     ORDER_SOURCE_FIELD_NUMBER: builtins.int
+    REMARK_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Id of the run."""
     state: nvrx.v1.common_pb2.RunState.ValueType
@@ -110,6 +112,10 @@ class Run(google.protobuf.message.Message):
     """Id of the coordinator's journal."""
     order_source: nvrx.v1.common_pb2.OrderSource.ValueType
     """Source of the infra order; unspecified until the first world is chosen."""
+    remark: builtins.str
+    """Why the current world may not be the best one, in one sentence; empty where it is."""
+    step: builtins.int
+    """Furthest step of training that was reported; absent where none is."""
     @property
     def shape(self) -> nvrx.v1.common_pb2.Shape:
         """Shape of the run."""
@@ -138,9 +144,11 @@ class Run(google.protobuf.message.Message):
         revision: builtins.int = ...,
         journal_id: builtins.str = ...,
         order_source: nvrx.v1.common_pb2.OrderSource.ValueType = ...,
+        remark: builtins.str = ...,
+        step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "active_nodes", b"active_nodes", "cycle", b"cycle", "exit_code", b"exit_code", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "active_nodes", b"active_nodes", "cycle", b"cycle", "cycle_state", b"cycle_state", "exit_code", b"exit_code", "journal_id", b"journal_id", "order_source", b"order_source", "phase", b"phase", "reason", b"reason", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "revision", b"revision", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "state", b"state", "waiting_reason", b"waiting_reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "_step", b"_step", "active_nodes", b"active_nodes", "cycle", b"cycle", "exit_code", b"exit_code", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "_step", b"_step", "active_nodes", b"active_nodes", "cycle", b"cycle", "cycle_state", b"cycle_state", "exit_code", b"exit_code", "journal_id", b"journal_id", "order_source", b"order_source", "phase", b"phase", "reason", b"reason", "remark", b"remark", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "revision", b"revision", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "state", b"state", "step", b"step", "waiting_reason", b"waiting_reason"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_active_nodes", b"_active_nodes"]) -> typing.Literal["active_nodes"] | None: ...
     @typing.overload
@@ -153,6 +161,8 @@ class Run(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_restarts_used", b"_restarts_used"]) -> typing.Literal["restarts_used"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_standby_nodes", b"_standby_nodes"]) -> typing.Literal["standby_nodes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___Run = Run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from nvrx.core.commands import CycleExits, Join
 from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL, Device, Endpoint, NodeInfo, WorkerExit
@@ -20,10 +21,10 @@ from nvrx.core.ids import (
     first_rank,
 )
 from nvrx.core.parallel import ParallelSizes
-from nvrx.core.presence import AgentPhase
+from nvrx.core.presence import AgentPhase, Word
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Reason, Refused
-from nvrx.core.shape import RankPolicy, Settings, SettingsWish, Shape
+from nvrx.core.shape import RankPolicy, RestartBudget, Settings, SettingsWish, Shape
 from nvrx.core.topology import OrderSource
 from nvrx.v1 import common_pb2, heartbeat_pb2, join_pb2
 
@@ -31,13 +32,15 @@ from .units import duration, seconds
 
 WIRE_VERSION = 1
 MAX_REPORTS = 4096
+MAX_STORE_PORTS = 16
+MAX_HOST = 128
 _SIGNAL_NAME = 32
 
 
 def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
     """What an agent sends to join."""
     node, shape, wish = command.node, command.shape, command.wish
-    request = join_pb2.JoinRequest(
+    return join_pb2.JoinRequest(
         run_id=run_id,
         node_id=node.node_id,
         incarnation=node.incarnation,
@@ -45,7 +48,7 @@ def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
         pid=node.pid,
         version=node.version,
         shape=shape_message(shape),
-        settings=common_pb2.Settings(max_restarts=wish.max_restarts, max_replacements=wish.max_replacements),
+        settings=settings_message(wish),
         order_sources={source.value: text for source, text in node.order_sources.items()},
         array_rank=node.array_rank,
         replacement_group_id=node.replacement_group_id or "",
@@ -58,12 +61,9 @@ def join_request(run_id: RunId, command: Join) -> join_pb2.JoinRequest:
         reopen=command.reopen,
         group_array_job_id=node.group_array_job_id,
         stop_grace=duration(node.stop_grace_s),
+        host=node.host,
+        replaces=command.replaces or "",
     )
-    if wish.join_timeout_s is not None:
-        request.settings.join_timeout.CopyFrom(duration(wish.join_timeout_s))
-    if wish.last_call_s is not None:
-        request.settings.last_call.CopyFrom(duration(wish.last_call_s))
-    return request
 
 
 def join_command(request: join_pb2.JoinRequest) -> Join:
@@ -76,14 +76,8 @@ def join_command(request: join_pb2.JoinRequest) -> Join:
             f"{WIRE_VERSION}; install the same major version on both sides",
             {"agent_wire_version": str(theirs), "coordinator_wire_version": str(WIRE_VERSION)},
         )
-    asked = request.settings
-    wish = SettingsWish(
-        max_restarts=asked.max_restarts if asked.HasField("max_restarts") else None,
-        max_replacements=asked.max_replacements if asked.HasField("max_replacements") else None,
-        join_timeout_s=seconds(asked.join_timeout) if asked.HasField("join_timeout") else None,
-        last_call_s=seconds(asked.last_call) if asked.HasField("last_call") else None,
-    )
-    return Join(_node_info(request), _shape(request), wish, request.reopen)
+    replaces = Incarnation(request.replaces) if request.replaces else None
+    return Join(_node_info(request), _shape(request), _wish(request.settings), request.reopen, replaces)
 
 
 def _shape(request: join_pb2.JoinRequest) -> Shape:
@@ -127,6 +121,7 @@ def _node_info(request: join_pb2.JoinRequest) -> NodeInfo:
         restart_count=request.restart_count,
         last_cycle=CycleNumber(request.last_cycle) if request.HasField("last_cycle") else None,
         group_array_job_id=request.group_array_job_id,
+        host=request.host[:MAX_HOST],
         **({"stop_grace_s": seconds(request.stop_grace)} if request.HasField("stop_grace") else {}),
     )
 
@@ -155,14 +150,41 @@ def _parallel_sizes_message(sizes: ParallelSizes) -> common_pb2.ParallelSizes | 
     return common_pb2.ParallelSizes(**given) if given else None
 
 
-def settings_message(settings: Settings) -> common_pb2.Settings:
-    """The settings that a run has."""
-    return common_pb2.Settings(
-        max_restarts=settings.max_restarts,
-        max_replacements=settings.max_replacements,
-        join_timeout=duration(settings.join_timeout_s),
-        last_call=duration(settings.last_call_s),
-    )
+def settings_message(settings: Settings | SettingsWish) -> common_pb2.Settings:
+    """The settings that a run has, or those of them that a node asks for."""
+    message = common_pb2.Settings()
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is None:
+            continue
+        name = field.name.removesuffix("_s")
+        if field.name.endswith("_s"):
+            getattr(message, name).CopyFrom(duration(value))
+        elif isinstance(value, RestartBudget):
+            message.restart_budget = common_pb2.RestartBudget.Value(f"RESTART_BUDGET_{value.value}")
+        else:
+            setattr(message, name, value)
+    return message
+
+
+def _wish(message: common_pb2.Settings) -> SettingsWish:
+    asked: dict[str, Any] = {}
+    for field in dataclasses.fields(SettingsWish):
+        name = field.name.removesuffix("_s")
+        if name == "restart_budget":
+            asked[name] = _restart_budget(message.restart_budget)
+        elif message.HasField(name):  # type: ignore[arg-type]
+            value = getattr(message, name)
+            asked[field.name] = seconds(value) if field.name.endswith("_s") else value
+    return SettingsWish(**asked)
+
+
+def _restart_budget(value: common_pb2.RestartBudget.ValueType) -> RestartBudget | None:
+    known = {
+        common_pb2.RESTART_BUDGET_FIXED: RestartBudget.FIXED,
+        common_pb2.RESTART_BUDGET_PER_PROGRESS: RestartBudget.PER_PROGRESS,
+    }
+    return known.get(value)
 
 
 def _device(message: common_pb2.Device) -> Device:
@@ -173,6 +195,17 @@ def _device(message: common_pb2.Device) -> Device:
 def device_message(device: Device) -> common_pb2.Device:
     return common_pb2.Device(
         local_rank=device.local_rank, uuid=device.uuid, pci_bus_id=device.pci_bus_id, numa_node=device.numa_node
+    )
+
+
+def word_of(request: heartbeat_pb2.HeartbeatRequest) -> Word:
+    """What a node says in a heartbeat, beside how its workers ended."""
+    return Word(
+        phase_of(request),
+        CycleNumber(request.cycle) if request.HasField("cycle") else None,
+        tuple(port for port in request.store_ports[:MAX_STORE_PORTS] if 0 < port < 65536),
+        CycleNumber(request.acknowledged_cycle) if request.HasField("acknowledged_cycle") else None,
+        max(0, request.progress.step) if request.progress.HasField("step") else None,
     )
 
 
@@ -237,6 +270,7 @@ def desired_message(desired: Desired, *, fetch_rank_map: bool) -> heartbeat_pb2.
         cycle=desired.cycle,
         reason=desired.reason,
         exit_code=desired.exit_code,
+        excluded=desired.excluded,
     )
     given = desired.assignment
     if given is not None:
@@ -293,4 +327,5 @@ def desired_of(response: heartbeat_pb2.HeartbeatResponse) -> Desired | None:
         reason=told.reason,
         exit_code=told.exit_code if told.HasField("exit_code") else None,
         failed_cycle=CycleNumber(response.failed_cycle) if response.HasField("failed_cycle") else None,
+        excluded=told.excluded,
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from nvrx.core.budgets import replacements_used, restarts_used
 from nvrx.core.facts import Fact, Failure, Placed, Standby
 from nvrx.core.ids import CycleNumber, Revision, first_rank, global_rank
 from nvrx.core.narrate import describe_failure, subject_of, tell
 from nvrx.core.presence import NodePresence
-from nvrx.core.ranks import MappedNode, WorkerPlace, mapped_nodes, node_state, replacements
+from nvrx.core.ranks import MappedNode, WorkerPlace, active_nodes, mapped_nodes, node_reason, node_state, replacements
 from nvrx.core.run import Cycle, CycleState, Member, Run, SeatState
-from nvrx.core.world import replacements_used, restarts_used
 from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 
 from .membership import device_message, phase_value, settings_message, shape_message
@@ -192,12 +192,13 @@ def run_message(run: Run, states: Mapping[str, int], waiting: str) -> run_pb2.Ru
         state=common_pb2.RunState.Value(f"RUN_STATE_{run.state.value}"),
         shape=shape_message(run.shape),
         settings=settings_message(run.settings),
-        active_nodes=states.get("ACTIVE", 0),
+        active_nodes=active_nodes(run),
         standby_nodes=states.get("STANDBY", 0),
         restarts_used=restarts_used(run),
         replacements_used=replacements_used(run),
         waiting_reason=waiting,
         reason=run.close_reason,
+        step=run.progress,
     )
     message.phase = common_pb2.CYCLE_STATE_FORMING
     if cycle is not None:
@@ -206,6 +207,7 @@ def run_message(run: Run, states: Mapping[str, int], waiting: str) -> run_pb2.Ru
         message.order_source = common_pb2.OrderSource.Value(f"ORDER_SOURCE_{cycle.order_source.value}")
         if cycle.is_live:
             message.phase = message.cycle_state
+            message.remark = cycle.remark
     if not run.is_open:
         message.phase = common_pb2.CYCLE_STATE_ENDED
         message.exit_code = run.exit_code
@@ -225,7 +227,7 @@ def node_message(run: Run, member: Member, heard: NodePresence | None, now: floa
         domain_id=info.domain_id or "",
         version=info.version,
         connected=heard is not None and heard.connected,
-        reason=member.gone_reason,
+        reason=node_reason(run, member),
     )
     cycle = run.cycle
     if cycle is not None:

@@ -21,7 +21,6 @@ from .answering import Context, refuse
 
 TERM = 1
 """One coordinator leads for ever here; several take turns, each with a term of its own."""
-MAX_STORE_PORTS = 16
 MAX_SENT_MAP_BYTES = 3 * 1024 * 1024
 """A larger rank map is fetched in pages: a default client refuses messages above 4 MiB."""
 
@@ -93,12 +92,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
                 "per node",
                 {"node_id": session.node_id},
             )
-        self._engine.heard(
-            session,
-            membership.phase_of(request),
-            CycleNumber(request.cycle) if request.HasField("cycle") else None,
-            tuple(port for port in request.store_ports[:MAX_STORE_PORTS] if 0 < port < 65536),
-        )
+        self._engine.heard(session, membership.word_of(request))
         ended = membership.cycle_exits(request)
         if ended:
             await self._engine.submit(session.run_id, Report(session.node_id, session.incarnation, ended))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from nvrx.client.conversation import Actual, Conversation
+from nvrx.client.conversation import Actual, Conversation, Patience
 from nvrx.client.coordinator import Coordinator, Joined
 from nvrx.core.commands import Join
 from nvrx.core.facts import WorkerExit
@@ -72,7 +72,7 @@ async def test_a_report_is_told_again_after_the_coordinator_ended_the_stream() -
             cast(Coordinator, coordinator),
             cast(Joined, joined),
             cast(Join, command),
-            60.0,
+            Patience(60.0),
             lambda: Actual(AgentPhase.RUNNING, CycleNumber(3), ()),
             lambda _: None,
             lambda _: None,

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from nvrx.core.commands import Command, CycleExits, Join, Leave, Report, Tick
-from nvrx.core.decide import decide, next_deadline
+from nvrx.core.commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, Tick
+from nvrx.core.decide import decide, is_news, next_deadline
 from nvrx.core.facts import Device, Fact, NodeInfo, NodeJoined, NodeLeft, NodeLost, RunOpened, WorkerExit
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId
 from nvrx.core.invariants import check_state, check_step
 from nvrx.core.join import check_join
-from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing
+from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing, Word
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Refused
 from nvrx.core.run import Cycle, Run, evolve
@@ -43,6 +43,8 @@ class Node:
     phase: AgentPhase = AgentPhase.IDLE
     cycle: CycleNumber | None = None
     ports_used: int = 0
+    acknowledged: CycleNumber | None = None
+    progress: int | None = None
 
     @property
     def incarnation(self) -> Incarnation:
@@ -227,8 +229,14 @@ class World:
         if self.offers_fresh_ports:
             used = [one.master.port for one in self.run.cycles if one.master and one.master.address == node.address]
             node.ports_used = max(used, default=FIRST_PORT - 1) + 1 - FIRST_PORT
-        if self.presence.heard(node.name, node.phase, node.cycle, node.ports, self.now):
+        word = Word(node.phase, node.cycle, node.ports, node.acknowledged, node.progress)
+        if self.presence.heard(node.name, word, self.now) or is_news(self.run, word):
             self.tick()
+
+    def progress(self, name: str, step: int) -> None:
+        """A member tells how far its workers came."""
+        self.nodes[NodeId(name)].progress = step
+        self.hear(name)
 
     def beat(self) -> None:
         """Everyone who lives is heard."""
@@ -253,6 +261,12 @@ class World:
         node = self.nodes[NodeId(name)]
         node.is_heard = False
         return self.submit(Leave(node.name, node.incarnation, "told to", stopped, grace_s))
+
+    def promote(self, name: str, *, immediate: bool = False) -> list[Fact]:
+        return self.submit(Promote(NodeId(name), immediate=immediate))
+
+    def drain(self, name: str, *, immediate: bool = False) -> list[Fact]:
+        return self.submit(Drain(NodeId(name), immediate))
 
     def restart_coordinator(self) -> None:
         """The coordinator is killed and comes back with its journal; nobody is connected yet (rule E5)."""

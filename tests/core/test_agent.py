@@ -16,6 +16,7 @@ from nvrx.core.agent import (
     Exit,
     Expelled,
     Kill,
+    LeaseOver,
     Leave,
     Observation,
     Rejoin,
@@ -31,7 +32,7 @@ from nvrx.core.agent import (
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber, GroupRank
 from nvrx.core.presence import AgentPhase
-from nvrx.core.ranks import Action, Assignment, Desired
+from nvrx.core.ranks import EXIT_EXCLUDED, Action, Assignment, Desired
 
 from .driver import ended
 
@@ -72,9 +73,9 @@ def spawn(cycle: int) -> Spawn:
     return Spawn(assignment(cycle))
 
 
-def done(*observed: Observation) -> list[list[Deed]]:
+def done(*observed: Observation, agent: Agent | None = None) -> list[list[Deed]]:
     """The deeds after each observation."""
-    agent = Agent()
+    agent = agent or Agent()
     deeds: list[list[Deed]] = []
     for one in observed:
         taken = step(agent, one)
@@ -216,6 +217,45 @@ def test_expelled_it_stops_its_workers_before_it_joins_again() -> None:
         [spawn(5)],
     ]
     assert done(Expelled("declared lost")) == [[Rejoin("declared lost")]]
+
+
+@pytest.mark.rule("E3")
+def test_workers_that_may_not_run_on_are_stopped_before_it_joins_again() -> None:
+    assert done(run(4), LeaseOver("away for 10 s"), gone(4), run(5)) == [
+        [spawn(4)],
+        [Stop("away for 10 s")],
+        [Rejoin("away for 10 s")],
+        [spawn(5)],
+    ]
+
+
+@pytest.mark.rule("E8")
+def test_kept_out_of_the_world_it_leaves_if_it_is_to() -> None:
+    excluded = DesiredChanged(Desired(Action.WAIT, CycleNumber(1), None, "excluded: drained", excluded=True))
+    told: list[Observation] = [run(0), stop(0), gone(0), excluded]
+    assert done(*told)[-1] == []
+    left = done(*told, agent=Agent(leaves_when_excluded=True))[-1]
+    assert left == [Leave("excluded: drained", workers_stopped=True), Exit(EXIT_EXCLUDED, "excluded: drained")]
+
+
+@pytest.mark.rule("E8")
+def test_kept_out_with_workers_left_it_stops_them_first() -> None:
+    excluded = DesiredChanged(Desired(Action.WAIT, CycleNumber(1), None, "excluded: drained", excluded=True))
+    assert done(run(0), excluded, gone(0), agent=Agent(leaves_when_excluded=True)) == [
+        [spawn(0)],
+        [Leave("excluded: drained", workers_stopped=False), Stop("excluded: drained")],
+        [Leave("excluded: drained", workers_stopped=True), Exit(EXIT_EXCLUDED, "excluded: drained")],
+    ]
+
+
+@pytest.mark.rule("D12")
+def test_it_acknowledges_the_cycle_that_it_was_told_of() -> None:
+    agent = Agent()
+    known = []
+    for observed in (run(0), WorkersStarted(CycleNumber(0)), run(1), stop(1)):
+        agent = step(agent, observed).agent
+        known.append((agent.acknowledged, agent.cycle))
+    assert known == [(0, 0), (0, 0), (1, 0), (1, 0)]
 
 
 @pytest.mark.rule("E4")

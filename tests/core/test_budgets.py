@@ -19,7 +19,7 @@ def closed(world: World) -> RunClosed:
 @pytest.mark.rule("D5")
 @pytest.mark.parametrize("allowed", [0, 1, 3])
 def test_one_more_cycle_than_restarts_allowed(allowed: int) -> None:
-    world = trained(2, 3, wish=SettingsWish(max_restarts=allowed))
+    world = trained(2, 3, wish=SettingsWish(max_restarts=allowed, restart_backoff_s=0.0, max_node_failures=0))
     for _ in range(allowed):
         world.exit("n0", 0, 1)
         world.start()

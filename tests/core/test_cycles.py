@@ -21,6 +21,7 @@ from nvrx.core.ids import CycleNumber, GlobalRank, LocalRank
 from nvrx.core.presence import AgentPhase, StoreMode
 from nvrx.core.ranks import Action
 from nvrx.core.run import CycleState, SeatState
+from nvrx.core.shape import SettingsWish
 from nvrx.core.world import STOPPING_MARGIN_S
 
 from .driver import World, ended, trained
@@ -299,7 +300,7 @@ def test_an_early_finisher_takes_part_in_the_next_cycle() -> None:
 
 @pytest.mark.rule("I2")
 def test_no_store_port_is_used_twice() -> None:
-    world = trained(2, 4)
+    world = trained(2, 4, wish=SettingsWish(restart_backoff_s=0.0, max_node_failures=0))
     for _ in range(3):
         world.exit(world.active()[0], 0, 1)
         world.start()

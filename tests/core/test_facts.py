@@ -38,7 +38,8 @@ FAILURE = Failure(Cause.WORKER_FAILED, N0, GroupRank(0), LocalRank(0), 1, rank=G
 
 def eventful() -> World:
     """A world in which every kind of fact has happened."""
-    world = trained(2, 4, wish=SettingsWish(max_restarts=1))
+    world = trained(2, 4, wish=SettingsWish(max_restarts=1, max_node_failures=1, quarantine_s=1.0))
+    world.progress("n0", 10)
     world.kill("n1")
     world.exit("n0", 0, signal="SIGABRT")
     world.advance(3)

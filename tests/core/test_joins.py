@@ -162,7 +162,7 @@ def test_a_mismatch_lists_every_field() -> None:
         "global_batch_size": ("None", "240"),
         "NCCL_DEBUG": ("(unset)", "INFO"),
         "max_restarts": ("2", "1"),
-        "max_replacements": ("None", "5"),
+        "max_replacements": ("(none)", "5"),
     }
     for name, (run_has, node_gives) in expected.items():
         assert caught.value.details[f"{name}.run"] == run_has

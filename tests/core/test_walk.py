@@ -6,13 +6,15 @@ Ends by asking for two laws: the journal gives the state back, and enough health
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nvrx.core.ids import CycleNumber
+from nvrx.core.commands import Undrain
+from nvrx.core.ids import CycleNumber, NodeId
 from nvrx.core.presence import AgentPhase
 from nvrx.core.refused import Refused
 from nvrx.core.shape import SettingsWish
@@ -23,8 +25,8 @@ from .driver import World, ended
 NAMES = [f"n{number}" for number in range(6)]
 names = st.sampled_from(NAMES)
 indices = st.integers(0, len(NAMES) - 1)
-LIVELY_WITHIN_S = 30.0
-"""Leases, reconnect grace, recovery span and the longest stop grace of the walk, one after the other."""
+LIVELY_WITHIN_S = 60.0
+"""Leases, reconnect grace, recovery span, the longest stop grace and the longest backoff, one after the other."""
 
 
 class Walk(RuleBasedStateMachine):
@@ -42,6 +44,11 @@ class Walk(RuleBasedStateMachine):
         max_replacements=st.sampled_from([None, None, None, 1, 0]),
         last_call_s=st.sampled_from([0.0, 1.0]),
         procids=st.sampled_from(["", "012345", "543210", "012300"]),
+        restart_backoff_s=st.sampled_from([0.0, 1.0, 0.0]),
+        max_no_progress_cycles=st.sampled_from([0, 3]),
+        max_node_failures=st.sampled_from([2, 0, 3]),
+        quarantine_s=st.sampled_from([None, 5.0]),
+        settle_s=st.sampled_from([0.5, 5.0]),
     )
     def begin(
         self,
@@ -52,8 +59,9 @@ class Walk(RuleBasedStateMachine):
         max_replacements: int | None,
         last_call_s: float,
         procids: str,
+        **limits: Any,
     ) -> None:
-        wish = SettingsWish(max_restarts, max_replacements, join_timeout_s=60.0, last_call_s=last_call_s)
+        wish = SettingsWish(max_restarts, max_replacements, join_timeout_s=120.0, last_call_s=last_call_s, **limits)
         self.world = World(min_nodes, min_nodes + more, workers, wish)
         for name, procid in zip(NAMES, procids, strict=False):
             self.world.node(name, {OrderSource.PROCID: procid})
@@ -134,6 +142,35 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         self.world.start()
+
+    @precondition(lambda self: self.world.is_training)
+    @rule(index=indices, step=st.integers(0, 20))
+    def progress(self, index: int, step: int) -> None:
+        name = self.one_of(index, active=True)
+        self.world.node(name)
+        self.world.progress(name, step)
+
+    @precondition(lambda self: self.world.is_training)
+    @rule(index=indices, knows=st.booleans(), wait_s=st.sampled_from([0.0, 2.5]))
+    def acknowledge(self, index: int, knows: bool, wait_s: float) -> None:
+        """A node says which assignment it has: this one, or the one before."""
+        node = self.world.node(self.one_of(index, active=True))
+        node.acknowledged = CycleNumber(self.world.cycle.number - (0 if knows else 1))
+        self.world.advance(wait_s)
+
+    @rule(index=indices, immediate=st.booleans(), returns=st.booleans())
+    def drain(self, index: int, immediate: bool, returns: bool) -> None:
+        name = self.one_of(index)
+        with suppress(Refused):
+            self.world.drain(name, immediate=immediate)
+        if returns:
+            with suppress(Refused):
+                self.world.submit(Undrain(NodeId(name)))
+
+    @rule(index=indices, immediate=st.booleans())
+    def promote(self, index: int, immediate: bool) -> None:
+        with suppress(Refused):
+            self.world.promote(self.one_of(index), immediate=immediate)
 
     @precondition(lambda self: self.world.is_training)
     @rule(index=indices, local_rank=st.integers(0, 1), starts=st.booleans())
@@ -227,6 +264,11 @@ class Walk(RuleBasedStateMachine):
         run = world.run
         if not run.is_open:
             return
+        for node in world.nodes.values():
+            node.acknowledged = None
+        for node_id in run.drained:
+            with suppress(Refused):
+                world.submit(Undrain(node_id))
         for member in list(run.live_members()):
             world.connect(str(member.info.node_id))
         for name in NAMES:

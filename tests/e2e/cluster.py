@@ -105,6 +105,7 @@ class Cluster:
         """Start an agent; returns at once."""
         argv = [*wrapped, *NODE, "join", "--coordinator", address or self.address, "--run-id", RUN_ID]
         argv += ["--node-id", node, "--log-dir", str(self.logs), "--last-call", "0.1", "--stop-grace", stop_grace]
+        argv += ["--restart-backoff", "0"]
         return self.start(node, [*argv, *options, "--", *command], env)
 
     def join_all(self, nodes: str, *options: str, command: Sequence[str] = OBEY) -> list[Program]:

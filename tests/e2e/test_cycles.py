@@ -71,7 +71,8 @@ def test_a_slow_active_node_keeps_its_seat(cluster: Cluster) -> None:
     """C060: node 0's worker takes a while to stop, so that the standby is always free first: it stays out."""
     cluster.serve()
     command = worker_script("checkpoint")
-    cluster.join_all("n0 n1 n2", "--nnodes", "2:3", "--last-call", "20", "--max-restarts", "9", command=command)
+    limits = ("--max-restarts", "9", "--max-node-failures", "0")
+    cluster.join_all("n0 n1 n2", "--nnodes", "2:3", "--last-call", "20", *limits, command=command)
     for cycle in range(3):
         slow, failing = cluster.worker("n0", cycle), cluster.worker("n1", cycle)
         slow.said("ready")
@@ -204,7 +205,7 @@ def test_workers_that_die_at_once(cluster: Cluster) -> None:
 def test_restarts_are_counted_once_for_the_run(cluster: Cluster) -> None:
     """C026: a fresh agent sees the run's cycle number, not 0, and refills no budget."""
     cluster.serve()
-    options = ["--nnodes", "2:3", "--last-call", "20", "--max-restarts", "1"]
+    options = ["--nnodes", "2:3", "--last-call", "20", "--max-restarts", "1", "--settle", "0"]
     agents = {name: cluster.join(name, *options) for name in "abc"}
     cluster.wait_for("CycleRunning", 0)
     cluster.worker("a").tell("exit", code=1)

@@ -217,6 +217,7 @@ def test_the_lasting_store_keeps_its_port_when_it_dies_without_a_coordinator(clu
     coordinator = cluster.serve()
     cluster.join_all("a", "--nnodes", "1", command=KEYS)
     worker, process = cluster.worker("a"), store_pid(cluster)
+    worker.said("ready")  # it has found its stores
     coordinator.send(signal.SIGKILL)
     coordinator.ended()
     os.kill(process, signal.SIGKILL)

@@ -36,6 +36,7 @@ from nvrx.v1 import (
     run_pb2_grpc,
     store_pb2_grpc,
 )
+from nvrx.wire.units import duration
 
 WAIT_S = 20.0
 RUN = "run-1"
@@ -205,7 +206,8 @@ class HandAgent:
             pid=1000 + number,
             version=VERSION,
             shape=self.shape,
-            settings=common_pb2.Settings(max_restarts=3),
+            # What fails one after another counts one by one, however quick the test.
+            settings=common_pb2.Settings(max_restarts=3, settle=duration(0)),
             devices=[
                 common_pb2.Device(local_rank=one, uuid=f"GPU-{self.node_id}-{one}", numa_node=0)
                 for one in range(self.shape.workers_per_node)

@@ -13,7 +13,7 @@ import pytest
 from nvrx.core.commands import Join, Leave
 from nvrx.core.facts import Fact, NodeInfo, NodeJoined, NodeLost, RunOpened
 from nvrx.core.ids import Incarnation, NodeId, Revision, RunId
-from nvrx.core.presence import AgentPhase, StoreMode, Timing
+from nvrx.core.presence import AgentPhase, StoreMode, Timing, Word
 from nvrx.core.ranks import Action
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import Settings, SettingsWish, Shape
@@ -111,7 +111,7 @@ async def passing(engine: Engine, clock: Clock, seconds: float) -> None:
 async def enter(engine: Engine, node: str, **given: object) -> Session:
     await engine.submit(RUN, joining(node, **given))  # type: ignore[arg-type]
     session = engine.open_session(RUN, NodeId(node), Incarnation(f"{node}-1"))
-    engine.heard(session, AgentPhase.IDLE, None, ())
+    engine.heard(session, Word(AgentPhase.IDLE))
     return session
 
 
@@ -350,7 +350,7 @@ async def test_words_said_while_the_loss_is_being_written_change_nothing() -> No
         clock.now += 0.24
         engine.nudge(RUN)
         await journal.held()
-        engine.heard(session, AgentPhase.RUNNING, None, ())
+        engine.heard(session, Word(AgentPhase.RUNNING))
         again = engine.open_session(RUN, NodeId("n0"), Incarnation("n0-1"))
         assert NodeId("n0") not in hosted.presence.nodes
         journal.is_holding = False

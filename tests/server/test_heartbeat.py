@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from nvrx.core.ids import Incarnation, NodeId, RunId
-from nvrx.core.presence import AgentPhase, StoreMode
+from nvrx.core.presence import AgentPhase, StoreMode, Word
 from nvrx.core.refused import Refused
 from nvrx.v1 import heartbeat_pb2, run_pb2
 
@@ -264,7 +264,7 @@ async def test_late_words_of_an_incarnation_whose_seat_was_taken_change_nothing(
     assert hosted.presence.nodes[NodeId("n0")].incarnation == Incarnation("second")
     before = hosted.presence.nodes[NodeId("n0")].lease_until
     with pytest.raises(Refused, match="second"):
-        served.engine.heard(session, AgentPhase.RUNNING, None, ())
+        served.engine.heard(session, Word(AgentPhase.RUNNING))
     assert hosted.presence.nodes[NodeId("n0")].lease_until == before
     assert hosted.presence.nodes[NodeId("n0")].phase.value == "IDLE"
     assert reason_of(await old.ended(), PRECONDITION) == "STALE_INCARNATION"

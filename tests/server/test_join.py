@@ -115,6 +115,8 @@ async def test_a_second_agent_with_the_same_node_id_is_refused_while_the_first_l
         "node_id": "n0",
         "joined_address": "10.0.0.0",
         "joined_pid": "1000",
+        "joined_host": "",
+        "joined_incarnation": "n0-life-1",
         "address": "10.9.9.9",
         "pid": "77",
         "lease_ttl_s": str(served.engine.timing.lease_ttl_s),
