@@ -46,11 +46,6 @@ class Cause(enum.Enum):
     STOPPED = "STOPPED"
     SUCCEEDED = "SUCCEEDED"
 
-    @property
-    def is_planned(self) -> bool:
-        """A change that an operator asked for: free, whatever the budgets (rule D5)."""
-        return self in {Cause.DRAINED, Cause.PROMOTED}
-
 
 LOSSES = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
 """Causes charged to `max_replacements` (rule D5)."""

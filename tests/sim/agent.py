@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nvrx.client.conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
+from nvrx.client.conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
 from nvrx.client.coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from nvrx.client.store_ports import OFFERED
 from nvrx.core import agent as machine
@@ -51,12 +51,16 @@ class Host(Protocol):
     run_id: str
     address: str
     coordinator_grace_s: float
+    stops_on_partition: bool
+    leaves_when_excluded: bool
     join_timeout_s: float
     stop_grace_s: float
     first_port: int
 
     def next_incarnation(self) -> Incarnation: ...
-    def join_command(self, incarnation: Incarnation, last_cycle: CycleNumber | None) -> Join: ...
+    def join_command(
+        self, incarnation: Incarnation, last_cycle: CycleNumber | None, replaces: Incarnation | None
+    ) -> Join: ...
     def joining(self, incarnation: Incarnation) -> None: ...
     def joined(self, incarnation: Incarnation) -> None: ...
     def did(self, incarnation: Incarnation, deed: machine.Deed, agent: machine.Agent) -> None: ...
@@ -78,9 +82,10 @@ class AgentProcess:
         self._host = host
         self.caller = caller
         self._coordinator = SimulatedCoordinator(caller)
-        self.agent = machine.Agent()
+        self.agent = machine.Agent(host.leaves_when_excluded)
         self._life: _Life | None = None
         self.incarnation = Incarnation("")
+        self._joined_as: Incarnation | None = None
         self._loop = simulated_loop()
         self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = self._loop.create_future()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -131,11 +136,12 @@ class AgentProcess:
             return machine.Exit(machine.SIGNALLED + self._signal.number, f"received {self._signal.name}")
         joined, command = admitted
         self._host.joined(command.node.incarnation)
+        self._joined_as = command.node.incarnation
         conversation = Conversation(
             self._coordinator,
             joined,
             command,
-            self._host.coordinator_grace_s,
+            Patience(self._host.coordinator_grace_s, self._host.stops_on_partition),
             self._actual,
             self._on_desired,
             lambda _: None,
@@ -167,7 +173,7 @@ class AgentProcess:
                 admission(
                     self._coordinator,
                     self._host.run_id,
-                    lambda _: self._host.join_command(incarnation, self.agent.cycle),
+                    lambda _, dead: self._host.join_command(incarnation, self.agent.cycle, dead or self._joined_as),
                     self._host.address,
                     self._host.join_timeout_s,
                     self._signalled,
@@ -196,12 +202,15 @@ class AgentProcess:
             await conversation.keep_up()
         except ExpelledByCoordinator as error:
             self.observe(machine.Expelled(str(error)))
+        except LeaseOver as error:
+            self.observe(machine.LeaseOver(str(error)))
         except GraceOver as error:
             self.observe(machine.CoordinatorGraceOver(str(error)))
 
     def _actual(self) -> Actual:
         first = self._host.first_port
-        return Actual(self.agent.phase, self.agent.cycle, tuple(range(first, first + OFFERED)))
+        agent = self.agent
+        return Actual(agent.phase, agent.cycle, tuple(range(first, first + OFFERED)), agent.acknowledged)
 
     def _on_desired(self, wanted: Desired) -> None:
         if wanted.assignment is not None and wanted.assignment.master is not None and wanted.assignment.group_rank == 0:

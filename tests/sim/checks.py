@@ -24,6 +24,13 @@ from .hearing import Hearing
 from .ledger import Ledger
 from .node import Node
 
+OF_ITS_OWN = {
+    machine.Ending.SIGNALLED,
+    machine.Ending.CUT_OFF,
+    machine.Ending.FENCED,
+    machine.Ending.EXCLUDED,
+}
+"""Why an agent stops its workers whatever the coordinator says."""
 OPERATED = (promote_pb2.PromoteResponse, promote_pb2.DrainResponse, promote_pb2.UndrainResponse)
 
 
@@ -245,7 +252,7 @@ class Checks:
         workers, ledger = agent.workers, self.durable
         assert workers is not None
         cycle = ledger.find(workers.assignment.cycle)
-        by_itself = workers.has_failed or agent.ending in {machine.Ending.SIGNALLED, machine.Ending.CUT_OFF}
+        by_itself = workers.has_failed or agent.ending in OF_ITS_OWN
         over = cycle is not None and not cycle.is_live
         member = ledger.live.get(node.node_id) == incarnation
         why = f"{node.node_id} stops the workers of cycle {workers.assignment.cycle}, which is live"

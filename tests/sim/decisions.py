@@ -5,6 +5,7 @@ Written without the core's own invariants. Each check names the rule that is bro
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from nvrx.core.facts import (
 )
 from nvrx.core.ids import CycleNumber, LocalRank, NodeId
 
-from .hearing import ROUNDING_S, Hearing
+from .hearing import FRESH_INTERVALS, ROUNDING_S, Hearing
 from .ledger import Ledger, Seated
 from .node import Node
 
@@ -82,6 +83,9 @@ def _joined(fact: NodeJoined, ledger: Ledger, hearing: Hearing, truth: Truth, no
 def _lost(fact: NodeLost, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
     require(ledger.live.get(fact.node_id) == fact.incarnation, "B2", f"{fact.incarnation} was lost and is no member")
     is_replaced = fact.node_id in truth.joining
+    process = truth.nodes[fact.node_id].agent
+    if is_replaced and process is not None and process.incarnation != fact.incarnation:
+        return  # its process is dead, or has become the one that joins (B2)
     from_s = hearing.may_be_lost_from_s(fact.node_id, fact.incarnation, is_replaced=is_replaced)
     rule = "E5" if hearing.away else "E1"
     away = f", {sorted(hearing.away)} may still come back" if hearing.away else ""
@@ -94,7 +98,9 @@ def _lost(fact: NodeLost, ledger: Ledger, hearing: Hearing, truth: Truth, now_s:
 
 def _left(fact: NodeLeft, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
     require(ledger.live.get(fact.node_id) == fact.incarnation, "B2", f"{fact.incarnation} left and is no member")
-    require(truth.nodes[fact.node_id].sigterms > 0, "E2", f"{fact.node_id} left, and nobody had told it to")
+    node = truth.nodes[fact.node_id]
+    excluded = node.leaves_when_excluded and fact.node_id in ledger.drained | ledger.quarantined
+    require(node.sigterms > 0 or excluded, "E2", f"{fact.node_id} left, and nobody had told it to")
 
 
 def _stopped(fact: NodeStopped, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -143,7 +149,7 @@ def _check_nobody_stops(chosen: list[NodeId], ledger: Ledger, hearing: Hearing, 
     if last is not None and last.ended_s is not None:
         for node_id, incarnation in last.incarnations.items():
             answers = ledger.live.get(node_id) == incarnation and hearing.is_fresh(incarnation, now_s)
-            if answers and node_id not in chosen:
+            if answers and node_id not in chosen and node_id not in last.suspects:
                 since[node_id] = last.ended_s
     for node_id, since_s in since.items():
         node = truth.nodes[node_id]
@@ -158,12 +164,24 @@ def _spent(ledger: Ledger) -> str:
     assert settings is not None
     failed = len(ledger.ended_by(Cause.WORKER_FAILED))
     losses = ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
-    gone = sum(1 for one in losses if one.ran)
+    gone = _charged_losses(ledger, settings.settle_s)
     if failed > settings.max_restarts or (settings.max_restarts == 0 and losses):
         return f"{failed} failures of workers, {len(losses)} losses, max_restarts {settings.max_restarts}"
     if settings.max_replacements is not None and gone > settings.max_replacements:
         return f"{gone} losses, max_replacements {settings.max_replacements}"
     return ""
+
+
+def _charged_losses(ledger: Ledger, settle_s: float) -> int:
+    """D3: a loss before the cycle ran costs nothing, nor does one that settles with a failure before it."""
+    count, before_at = 0, -math.inf
+    for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, Cause.WORKER_FAILED):
+        is_loss = one.failure is not None and one.failure.cause is not Cause.WORKER_FAILED
+        if is_loss and (not one.ran or one.ended_at - before_at <= settle_s):
+            continue
+        count += is_loss
+        before_at = one.ended_at
+    return count
 
 
 def _running(fact: CycleRunning, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -189,6 +207,13 @@ def _exited(fact: WorkersExited, ledger: Ledger, hearing: Hearing, truth: Truth,
 
 def _ended(fact: CycleEnded, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
     cycle, failure = _live(fact.cycle, ledger), fact.failure
+    if fact.suspects:
+        strangers = [one for one in fact.suspects if one not in cycle.ranks]
+        within_s = max(hearing.timing.reconnect_grace_s, FRESH_INTERVALS * hearing.timing.heartbeat_interval_s)
+        waited_s = now_s - cycle.chosen_s
+        require(not strangers, "D12", f"cycle {cycle.number} ended by suspects {strangers} without a seat")
+        require(waited_s >= within_s - ROUNDING_S, "D12", f"{fact.suspects} are suspect after {waited_s:.2f} s")
+        return
     _CAUSES[failure.cause](cycle, failure, ledger, truth)
 
 

@@ -20,6 +20,7 @@ from nvrx.core.facts import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodesDrained,
     NodeStopped,
     NodesUndrained,
@@ -42,8 +43,12 @@ class Seated:
     number: CycleNumber
     ranks: Mapping[NodeId, int]
     incarnations: Mapping[NodeId, Incarnation]
+    chosen_s: float
     ran: bool = False
     ended_s: float | None = None
+    ended_at: float = 0.0
+    """On the run's clock, which stands still while no coordinator runs."""
+    suspects: frozenset[NodeId] = frozenset()
     failure: Failure | None = None
 
     @property
@@ -64,6 +69,7 @@ class Ledger:
     joined_ever: frozenset[Incarnation] = frozenset()
     stopping: Mapping[NodeId, float] = field(default_factory=dict)
     drained: frozenset[NodeId] = frozenset()
+    quarantined: frozenset[NodeId] = frozenset()
     cycles: tuple[Seated, ...] = ()
     exits: Mapping[tuple[CycleNumber, NodeId], Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
     closed: RunClosed | None = None
@@ -106,6 +112,8 @@ class Ledger:
                 return dataclasses.replace(self, drained=self.drained | {*fact.node_ids})
             case NodesUndrained():
                 return dataclasses.replace(self, drained=self.drained - {*fact.node_ids})
+            case NodeQuarantined():
+                return dataclasses.replace(self, quarantined=self.quarantined | {fact.node_id})
             case WorkersExited():
                 key = (fact.cycle, fact.node_id)
                 known = {**self.exits.get(key, {}), **{one.local_rank: one for one in fact.exits}}
@@ -129,12 +137,18 @@ class Ledger:
             case WorldChosen():
                 ranks = {seat.node.node_id: seat.group_rank for seat in fact.seats}
                 incarnations = {seat.node.node_id: seat.node.incarnation for seat in fact.seats}
-                new = Seated(fact.cycle, ranks, incarnations)
+                new = Seated(fact.cycle, ranks, incarnations, now_s)
                 return dataclasses.replace(self, cycles=(*self.cycles, new), stopping={})
             case CycleRunning():
                 return self._changed(fact.cycle, ran=True)
             case CycleEnded():
-                return self._changed(fact.cycle, ended_s=now_s, failure=fact.failure)
+                return self._changed(
+                    fact.cycle,
+                    ended_s=now_s,
+                    ended_at=fact.at,
+                    failure=fact.failure,
+                    suspects=frozenset(fact.suspects),
+                )
             case CauseRevised():
                 return self._changed(fact.cycle, failure=fact.failure)
             case _:

@@ -23,6 +23,8 @@ from .network import Link
 from .supervisor import Machine, Supervisor
 
 FIRST_PORT = 20_000
+FIRST_PID = 2_000_000_000
+"""Beyond what any kernel gives: the joining agent looks for its predecessor among this machine's processes."""
 
 
 class Ear(Protocol):
@@ -51,6 +53,8 @@ class Node:
         domain_id: DomainId | None,
         stop_grace_s: float,
         coordinator_grace_s: float,
+        stops_on_partition: bool,
+        leaves_when_excluded: bool,
         find_server: Callable[[], Server | None],
         ear: Ear,
     ) -> None:
@@ -63,6 +67,8 @@ class Node:
         self._domain_id = domain_id
         self.stop_grace_s = stop_grace_s
         self.coordinator_grace_s = coordinator_grace_s
+        self.stops_on_partition = stops_on_partition
+        self.leaves_when_excluded = leaves_when_excluded
         self.join_timeout_s = coordinator_grace_s
         self.first_port = FIRST_PORT
         self._find_server = find_server
@@ -119,19 +125,22 @@ class Node:
         self._lives += 1
         return Incarnation(f"{self.node_id}-{self._lives}")
 
-    def join_command(self, incarnation: Incarnation, last_cycle: CycleNumber | None) -> Join:
+    def join_command(
+        self, incarnation: Incarnation, last_cycle: CycleNumber | None, replaces: Incarnation | None
+    ) -> Join:
         info = NodeInfo(
             node_id=self.node_id,
             incarnation=incarnation,
             address=self.address,
-            pid=1000 + self._lives,
+            pid=FIRST_PID + self._lives,
             order_sources={OrderSource.PROCID: str(self._number), OrderSource.NODE_ID: str(self.node_id)},
             replacement_group_id=self._group_id,
             domain_id=self._domain_id,
             stop_grace_s=self.stop_grace_s,
             last_cycle=last_cycle,
+            host=f"boot of {self.node_id}",
         )
-        return Join(info, self._shape, self._wish)
+        return Join(info, self._shape, self._wish, replaces=replaces)
 
     def joining(self, incarnation: Incarnation) -> None:
         self._ear.joining(self, incarnation)

@@ -119,6 +119,8 @@ class Plan:
     stop_grace_s: float
     coordinator_grace_s: float
     store: StoreMode
+    stops_on_partition: bool
+    leaves_when_excluded: bool
     faults: tuple[Fault, ...]
 
     @property
@@ -150,6 +152,8 @@ def make_plan(seed: int) -> Plan:
         stop_grace_s=random.choice([1.0, 3.0, 6.0]),
         coordinator_grace_s=random.choice([600.0, 600.0, 600.0, 20.0]),
         store=random.choice([StoreMode.RANK0, StoreMode.RANK0, StoreMode.OFF]),
+        stops_on_partition=random.random() < 0.2,
+        leaves_when_excluded=random.random() < 0.2,
         faults=tuple(faults),
     )
 

@@ -90,6 +90,8 @@ class Simulation:
             domain_id=DomainId(place.domain_id) if place.domain_id else None,
             stop_grace_s=plan.stop_grace_s,
             coordinator_grace_s=plan.coordinator_grace_s,
+            stops_on_partition=plan.stops_on_partition,
+            leaves_when_excluded=plan.leaves_when_excluded,
             find_server=self.find_server,
             ear=self.checks,
         )

@@ -164,7 +164,8 @@ def a_restart_of_the_coordinator_ends_the_cycle(patch: pytest.MonkeyPatch) -> No
 
 @mistake("D5")
 def planned_changes_use_up_a_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(world, "restarts_used", lambda run: run.ended_by(Cause.WORKER_FAILED, Cause.DRAINED, Cause.PROMOTED))
+    patch.setattr(budgets, "PLANNED", frozenset())
+    patch.setattr(budgets, "OWN_FAILURES", frozenset({Cause.WORKER_FAILED, Cause.DRAINED, Cause.PROMOTED}))
 
 
 @mistake("E5")
