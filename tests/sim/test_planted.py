@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nvrx.core import agent, decide, facts, join, presence, run, world
+from nvrx.core import agent, budgets, decide, facts, join, presence, run, world
 from nvrx.core.commands import CycleExits
 from nvrx.core.facts import Cause, CycleEnded, Failure
 from nvrx.core.run import evolve
