@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint format protos bench bench-store clean
+.PHONY: help demo test soak check lint format protos bench bench-store bench-restart clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,9 @@ bench: $(VENV)/.installed  ## time recovery beside torchrun
 
 bench-store: $(VENV)/.installed  ## time our store server beside torch's own
 	$(PY) bench/store.py $(BENCH_ARGS)
+
+bench-restart: $(VENV)/.installed  ## time the start on the journal of a long run
+	$(PY) bench/restart.py $(BENCH_ARGS)
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) .venv-protos build dist *.egg-info nvrx.egg-info

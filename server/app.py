@@ -270,6 +270,7 @@ async def serve(config: ServeConfig, version: str) -> None:
     """Run a coordinator in this process until SIGTERM, SIGINT or its end. Raises what `Coordinator.start` does."""
     _raise_descriptor_limit()
     gc.set_threshold(*_GC_THRESHOLDS)
+    gc.disable()
     journal = open_journal(config)
     coordinator = Coordinator(config, journal, version)
     loop = asyncio.get_running_loop()
@@ -280,5 +281,8 @@ async def serve(config: ServeConfig, version: str) -> None:
     except (JournalError, AddressTaken, StoreNotStarted):
         journal.close()
         raise
+    # What was loaded stays: collections would only go through it again and again.
+    gc.freeze()
+    gc.enable()
     print(f"nvrx-coord listening on {address}", flush=True)
     await coordinator.run()

@@ -45,6 +45,7 @@ from .app import AddressTaken, ServeConfig, serve
 from .journals import JournalError, StateTaken
 from .operating import OPERATIONS
 from .plan import plan
+from .repairing import repair_command
 from .store_host.host import StoreNotStarted
 from .store_host.ports import PortRange
 from .views import VIEWS
@@ -197,7 +198,7 @@ def _serve_config(given: dict[str, Any]) -> ServeConfig:
     )
 
 
-for command in (*VIEWS, *OPERATIONS, plan):
+for command in (*VIEWS, *OPERATIONS, plan, repair_command):
     nvrx_coord.add_command(command)
 
 

@@ -44,6 +44,7 @@ from .facts import (
     WorkersExited,
     WorldChosen,
 )
+from .grown import changed, plus
 from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId, global_rank
 from .shape import Settings, Shape
 from .topology import OrderSource
@@ -244,7 +245,7 @@ def evolve(run: Run | None, fact: Fact) -> Run:
     if isinstance(fact, RunOpened):
         return open_run(fact)
     assert run is not None, f"a run's journal begins with RunOpened, found {fact}"
-    return dataclasses.replace(_EVOLVE[type(fact)](run, fact), last_at=max(run.last_at, fact.at))
+    return changed(_EVOLVE[type(fact)](run, fact), last_at=max(run.last_at, fact.at))
 
 
 def _higher(one: CycleNumber | None, other: CycleNumber | None) -> CycleNumber | None:
@@ -265,12 +266,19 @@ def trainable(members: Iterable[Member], shape: Shape) -> int:
     return sum(size - size % shape.segment_size for size in domains.values())
 
 
-def _with_members(run: Run, members: Mapping[NodeId, Member], at: float) -> Run:
-    if trainable(members.values(), run.shape) >= run.shape.min_nodes:
-        short_since = None
+def _with_member(run: Run, member: Member, at: float) -> Run:
+    """One member came or went. Members are counted only where that may tell: replay would cost n * n otherwise."""
+    node_id = member.info.node_id
+    members = plus(run.members, node_id, member)
+    came = member.is_live and run.live(node_id) is None
+    if came and run.short_since is None:
+        is_enough = True  # more members never allow less
+    elif (not member.is_live and run.short_since is not None) or len(members) < run.shape.min_nodes:
+        is_enough = False
     else:
-        short_since = at if run.short_since is None else run.short_since
-    return dataclasses.replace(run, members=members, short_since=short_since)
+        is_enough = trainable(members.values(), run.shape) >= run.shape.min_nodes
+    short_since = None if is_enough else at if run.short_since is None else run.short_since
+    return changed(run, members=members, short_since=short_since)
 
 
 def _reopened(run: Run, fact: RunReopened) -> Run:
@@ -300,10 +308,10 @@ def _gone(member: Member, how: Membership, at: float, reason: str) -> Member:
 
 def _joined(run: Run, fact: NodeJoined) -> Run:
     info = fact.node
-    run = _with_members(run, {**run.members, info.node_id: Member(info, fact.at)}, fact.at)
+    run = _with_member(run, Member(info, fact.at), fact.at)
     stopping = {name: until for name, until in run.stopping.items() if name != info.node_id}
     highest = _higher(run.highest_cycle, info.last_cycle)
-    return dataclasses.replace(
+    return changed(
         run,
         stopping=stopping,
         highest_cycle=highest,
@@ -315,7 +323,7 @@ def _gone_from(run: Run, node_id: NodeId, incarnation: Incarnation, how: Members
     member = run.members.get(node_id)
     if member is None or member.info.incarnation != incarnation:
         return run
-    run = _with_members(run, {**run.members, node_id: _gone(member, how, fact.at, fact.reason)}, fact.at)
+    run = _with_member(run, _gone(member, how, fact.at, fact.reason), fact.at)
     cycle = run.cycle
     if cycle is not None and node_id in cycle.seat_of and not cycle.has_finished(node_id, run.shape.workers_per_node):
         run = _replace_cycle(run, dataclasses.replace(cycle, lost=cycle.lost | {node_id}))
@@ -362,7 +370,7 @@ def _chosen(run: Run, fact: WorldChosen) -> Run:
 
 def _replace_cycle(run: Run, cycle: Cycle) -> Run:
     index = next(i for i in reversed(range(len(run.cycles))) if run.cycles[i].number == cycle.number)
-    return dataclasses.replace(run, cycles=(*run.cycles[:index], cycle, *run.cycles[index + 1 :]))
+    return changed(run, cycles=(*run.cycles[:index], cycle, *run.cycles[index + 1 :]))
 
 
 def _running(run: Run, fact: CycleRunning) -> Run:
@@ -382,7 +390,7 @@ def _exited(run: Run, fact: WorkersExited) -> Run:
         consequences = (*consequences, *late)[:MAX_CONSEQUENCES]
     return _replace_cycle(
         run,
-        dataclasses.replace(cycle, exits={**cycle.exits, fact.node_id: {**known, **new}}, consequences=consequences),
+        changed(cycle, exits=plus(cycle.exits, fact.node_id, {**known, **new}), consequences=consequences),
     )
 
 

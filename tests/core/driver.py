@@ -85,6 +85,8 @@ class World:
     now: float = 0.0
     opened: Run | None = None
     facts: list[Fact] = field(default_factory=list)
+    transactions: list[int] = field(default_factory=list)
+    """How many facts there were after each command that had any: what a journal can end with."""
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     next_beat: float = 1.0
     offers_fresh_ports: bool = True
@@ -154,6 +156,8 @@ class World:
             raise
         self.opened = after = reduce(evolve, facts, before)
         self.facts += facts
+        if facts:
+            self.transactions.append(len(self.facts))
         assert after is not None
         check_step(before, command, facts, after)
         check_state(after)

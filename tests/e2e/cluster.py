@@ -83,10 +83,17 @@ class Cluster:
         self.programs.append(program)
         return program
 
-    def serve(self, *options: str, listen: str = "127.0.0.1:0", timing: Sequence[str] = TIMING) -> Program:
+    def serve(
+        self,
+        *options: str,
+        listen: str = "127.0.0.1:0",
+        timing: Sequence[str] = TIMING,
+        wrapped: Sequence[str] = (),
+    ) -> Program:
         """Start the coordinator, wait until it listens, watch its run."""
         state = ["--state-dir", str(self.state_dir)]
-        program = self.start("coordinator", [*COORDINATOR, "serve", "--listen", listen, *state, *timing, *options])
+        argv = [*wrapped, *COORDINATOR, "serve", "--listen", listen, *state, *timing, *options]
+        program = self.start("coordinator", argv)
         self.address = program.said(r"^nvrx-coord listening on (\S+)$")[1]
         if self._stream is None:
             self._stream = FactStream(self.board, self.address, RUN_ID)
@@ -117,6 +124,13 @@ class Cluster:
     @property
     def facts(self) -> list[Fact]:
         return self._stream.facts if self._stream is not None else []
+
+    def forget_facts(self) -> list[Fact]:
+        """The journal is about to be another: watch anew from the next `serve` on. The facts seen so far."""
+        assert self._stream is not None
+        self._stream.close()
+        seen, self._stream = self._stream.facts, None
+        return seen
 
     def find(self, kind: str, cycle: int | None = None, node: str | None = None, after: int = 0) -> list[Fact]:
         return [
@@ -159,6 +173,10 @@ class Cluster:
         )
         assert len(found) == count, self.board.state()
         return sorted(found, key=lambda one: one.rank)
+
+    def all_back(self) -> None:
+        """Wait until every member's stream is open again."""
+        self.board.until(lambda: all(one.connected for one in self.nodes().values()) or None, "all to be back")
 
     def log_of(self, node: str, cycle: int, name: str) -> Path:
         return self.logs / RUN_ID / node / f"cycle-{cycle}" / name

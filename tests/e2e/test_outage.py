@@ -31,7 +31,7 @@ def test_a_killed_coordinator_comes_back(cluster: Cluster) -> None:
     for one in agents:
         one.said("lost the coordinator .*; workers run on")
     _back(cluster).said("run run resumed at revision")
-    cluster.board.until(lambda: all(one.connected for one in cluster.nodes().values()) or None, "all to be back")
+    cluster.all_back()
     assert _pids(cluster, 0, 2) == before
     assert len(cluster.facts) == running.revision
     assert cluster.run().restarts_used == 0
@@ -72,7 +72,7 @@ def test_sigterm_to_the_coordinator(cluster: Cluster) -> None:
     for one in agents:
         one.said("the coordinator goes down; come back to it")
     _back(cluster)
-    cluster.board.until(lambda: all(one.connected for one in cluster.nodes().values()) or None, "all to be back")
+    cluster.all_back()
     assert _pids(cluster, 0, 2) == before
     for worker in cluster.hall.workers:
         worker.tell("exit", code=0)
@@ -122,7 +122,7 @@ def test_a_suspended_coordinator_judges_nobody(cluster: Cluster) -> None:
         one.said("lost the coordinator .*: nothing heard for 3 s")
     coordinator.send(signal.SIGCONT)
     coordinator.said("the coordinator was stalled")
-    cluster.board.until(lambda: all(one.connected for one in cluster.nodes().values()) or None, "all to be back")
+    cluster.all_back()
     for worker in workers:
         worker.tell("exit", code=0)
     assert [one.ended() for one in agents] == [0, 0]

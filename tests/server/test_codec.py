@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from google.protobuf import json_format
 from hypothesis import HealthCheck, given, settings
 
-from nvrx.core.facts import Fact
+from nvrx.core.facts import Fact, WorkersExited, WorldChosen
 from nvrx.core.ids import Revision
-from nvrx.server.journals.codec import UnreadableFact, decode, encode, kind_of, to_plain
+from nvrx.server.journals.codec import ManyDecoder, UnreadableFact, decode, encode, kind_of, to_plain
 from nvrx.wire.views import fact_message
 
 from .facts import EXAMPLES, KINDS, any_fact
@@ -36,6 +37,25 @@ def test_a_fact_comes_back_as_it_was(fact: Fact) -> None:
 @given(any_fact())
 def test_any_fact_comes_back_as_it_was(fact: Fact) -> None:
     assert decode(kind_of(fact), encode(fact)) == fact
+    many = ManyDecoder()
+    for _ in range(2):
+        assert many.decode(kind_of(fact), encode(fact).encode()) == fact
+
+
+@pytest.mark.rule("E5")
+def test_facts_of_a_whole_journal_share_what_comes_again() -> None:
+    chosen = next(one for one in EXAMPLES if isinstance(one, WorldChosen))
+    exited = next(one for one in EXAMPLES if isinstance(one, WorkersExited))
+    many = ManyDecoder()
+    first, second = (many.decode("WorldChosen", encode(replace(chosen, at=at)).encode()) for at in (1.0, 2.0))
+    assert (first, second) == (replace(chosen, at=1.0), replace(chosen, at=2.0))
+    assert isinstance(first, WorldChosen)
+    assert isinstance(second, WorldChosen)
+    assert first.seats[0] is second.seats[0]
+    one, other = (many.decode("WorkersExited", encode(replace(exited, at=at)).encode()) for at in (1.0, 2.0))
+    assert isinstance(one, WorkersExited)
+    assert isinstance(other, WorkersExited)
+    assert one.exits is other.exits
 
 
 @pytest.mark.rule("E5")
@@ -67,8 +87,16 @@ def test_fields_of_a_later_version_are_ignored_and_missing_ones_take_their_defau
         ("CycleRunning", '{"at": 1}'),
         ("CycleRunning", '{"at": "x", "cycle": 0}'),
         ("RunClosed", '{"at": 1, "state": "PAINTED", "reason": "", "exit_code": 0}'),
+        ("WorkersExited", '{"at": 1, "cycle": 0, "node_id": "n"}'),
+        ("WorkersExited", '{"at": 1, "cycle": 0, "node_id": "n", "exits": [{"local_rank": "x"}]}'),
+        (
+            "WorldChosen",
+            '{"at": 1, "cycle": 0, "order_source": "PROCID", "seats": [1], "standbys": [], "master": null}',
+        ),
     ],
 )
 def test_what_is_no_fact_is_named(kind: str, body: str) -> None:
     with pytest.raises(UnreadableFact, match=kind):
         decode(kind, body)
+    with pytest.raises(UnreadableFact, match=kind):
+        ManyDecoder().decode(kind, body.encode())

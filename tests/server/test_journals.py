@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,8 @@ from nvrx.core.facts import Fact
 from nvrx.core.ids import Revision, RunId
 from nvrx.server.journals import Journal, JournalError, Row, StateTaken
 from nvrx.server.journals.memory import MemoryJournal
-from nvrx.server.journals.sqlite import FILE_NAME, LOCK_NAME, SqliteJournal
+from nvrx.server.journals.sqlite import SqliteJournal
+from nvrx.server.journals.state_dir import LOCK_NAME
 
 from .append_forever import BATCH
 from .facts import EXAMPLES
@@ -136,64 +136,6 @@ def test_the_directory_is_its_owners_alone(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path / "a" / "state")
     assert (tmp_path / "a" / "state").stat().st_mode & 0o077 == 0
     journal.close()
-
-
-def change(directory: Path, statement: str) -> None:
-    connection = sqlite3.connect(directory / FILE_NAME)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
-
-
-def one_line(error: BaseException) -> str:
-    text = str(error)
-    assert len(text.splitlines()) == 1
-    return text
-
-
-@pytest.mark.rule("A8")
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    SqliteJournal(tmp_path).close()
-    change(tmp_path, "UPDATE meta SET value = '2' WHERE key = 'format'")
-    with pytest.raises(JournalError) as seen:
-        SqliteJournal(tmp_path)
-    assert "has format 2, this version reads up to 1" in one_line(seen.value)
-    change(tmp_path, "UPDATE meta SET value = '1' WHERE key = 'format'")
-    SqliteJournal(tmp_path).close()
-
-
-@pytest.mark.rule("E5")
-@pytest.mark.parametrize(
-    ("statement", "told"),
-    [
-        ("DELETE FROM facts WHERE run_id = 's' AND revision = 3", "lacks revision 3 of run s"),
-        ("DELETE FROM facts WHERE run_id = 's' AND revision = 1", "lacks revision 1 of run s"),
-        ("UPDATE facts SET kind = 'Painted' WHERE run_id = 's' AND revision = 2", "unreadable row, run s revision 2"),
-        ("UPDATE facts SET body = '{' WHERE run_id = 's' AND revision = 4", "unreadable row, run s revision 4"),
-        ("UPDATE facts SET body = x'00ff' WHERE run_id = 's' AND revision = 4", "unreadable row, run s revision 4"),
-    ],
-)
-def test_a_damaged_journal_is_refused_by_run_and_revision(
-    reopen: Callable[[], SqliteJournal], tmp_path: Path, statement: str, told: str
-) -> None:
-    reopen().append([*rows(R, EXAMPLES), *rows(S, EXAMPLES)])
-    change(tmp_path, statement)
-    journal = reopen()
-    with pytest.raises(JournalError) as seen:
-        list(journal.load())
-    assert told in one_line(seen.value)
-    assert str(tmp_path) in str(seen.value)
-
-
-@pytest.mark.rule("J6")
-@pytest.mark.parametrize("content", [b"this is no database, whatever its name says" * 100, b"SQLite format 3\x00" * 64])
-def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / FILE_NAME).write_bytes(content)
-    with pytest.raises(JournalError, match="cannot open the journal"):
-        SqliteJournal(tmp_path)
-    assert (tmp_path / FILE_NAME).read_bytes() == content
-    (tmp_path / FILE_NAME).unlink()
-    SqliteJournal(tmp_path).close()
 
 
 @pytest.mark.rule("J6")
