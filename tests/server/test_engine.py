@@ -250,7 +250,7 @@ async def test_what_is_heard_first_after_a_stall_is_not_extended_by_it() -> None
         session = await enter(engine, "n0", nnodes=(2, 2))
         hosted = await settled(engine)
         clock.now += 60.0
-        engine.heard(session, AgentPhase.IDLE, None, ())
+        engine.heard(session, Word(AgentPhase.IDLE))
         hosted = await settled(engine)
         node = hosted.presence.nodes[NodeId("n0")]
         assert node.heard_at == pytest.approx(engine.now(hosted))

@@ -50,8 +50,8 @@ class Checks:
         self._former: frozenset[Incarnation] = frozenset()
         """Incarnations that were members before the state was lost."""
         self._had_succeeded = False
-        self._spawned_before: dict[NodeId, int] = {}
-        """How many cycles each node had started when the state was lost: only agents that live on know them."""
+        self._started: dict[NodeId, list[CycleNumber]] = {}
+        """Cycles that were started on each node since the state was lost; of before, only agents that live on know."""
         self._unwritten: deque[tuple[Fact, float]] = deque()
         self.hearing = Hearing(0.0, timing, {})
         self._said_revision: dict[ServerCall, int] = {}
@@ -75,7 +75,7 @@ class Checks:
     def state_lost(self) -> None:
         """All that was on disk is gone; agents of before go by what they were told, until they hear of it."""
         self._former |= self.durable.joined_ever
-        self._spawned_before = {name: len(one.machine.spawned) for name, one in self.truth.nodes.items()}
+        self._started.clear()
         self._had_succeeded |= self.durable.closed is not None and self.durable.closed.state is RunState.SUCCEEDED
         self.at = [Ledger()]
         self.facts = []
@@ -224,10 +224,10 @@ class Checks:
         living = [one.cycle for one in node.machine.living()]
         require(living == [cycle], "D2", f"{node.node_id} has workers of the cycles {living}")
         assert node.agent is not None
-        earlier = [
-            *node.machine.spawned[self._spawned_before.get(node.node_id, 0) : -1],
-            *node.agent.supervisor.spawned[:-1],
-        ]
+        here = self._started.setdefault(node.node_id, [])
+        earlier = [*here, *node.agent.supervisor.spawned[:-1]]
+        if incarnation not in self._former:
+            here.append(cycle)
         require(all(one < cycle for one in earlier), "A3", f"{node.node_id} starts cycle {cycle} after {earlier}")
         chosen = self.durable.find(cycle)
         seat = chosen.incarnations.get(node.node_id) if chosen is not None else None
