@@ -61,6 +61,7 @@ class Host(Protocol):
     def join_command(
         self, incarnation: Incarnation, last_cycle: CycleNumber | None, replaces: Incarnation | None
     ) -> Join: ...
+    def trained_to(self) -> int | None: ...
     def joining(self, incarnation: Incarnation) -> None: ...
     def joined(self, incarnation: Incarnation) -> None: ...
     def did(self, incarnation: Incarnation, deed: machine.Deed, agent: machine.Agent) -> None: ...
@@ -210,7 +211,10 @@ class AgentProcess:
     def _actual(self) -> Actual:
         first = self._host.first_port
         agent = self.agent
-        return Actual(agent.phase, agent.cycle, tuple(range(first, first + OFFERED)), agent.acknowledged)
+        workers = agent.workers
+        is_first = workers is not None and workers.started and workers.assignment.group_rank == 0
+        step = self._host.trained_to() if is_first else None
+        return Actual(agent.phase, agent.cycle, tuple(range(first, first + OFFERED)), agent.acknowledged, step)
 
     def _on_desired(self, wanted: Desired) -> None:
         if wanted.assignment is not None and wanted.assignment.master is not None and wanted.assignment.group_rank == 0:

@@ -22,16 +22,18 @@ from nvrx.core.facts import (
     NodeLeft,
     NodeLost,
     NodeStopped,
+    ProgressMade,
     RunClosed,
     RunState,
     WorkersExited,
     WorldChosen,
 )
 from nvrx.core.ids import CycleNumber, LocalRank, NodeId
+from nvrx.core.shape import RestartBudget
 
 from .hearing import FRESH_INTERVALS, ROUNDING_S, Hearing
 from .ledger import Ledger, Seated
-from .node import Node
+from .node import Checkpoint, Node
 
 STOPPING_MARGIN_S = 2.0
 
@@ -62,6 +64,7 @@ class Truth:
     """What is so, whatever anybody was told."""
 
     nodes: Mapping[NodeId, Node]
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     operated: set[Operated] = field(default_factory=set)
     joining: frozenset[NodeId] = frozenset()
     """Nodes that join by the decision that is being checked."""
@@ -99,7 +102,7 @@ def _lost(fact: NodeLost, ledger: Ledger, hearing: Hearing, truth: Truth, now_s:
 def _left(fact: NodeLeft, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
     require(ledger.live.get(fact.node_id) == fact.incarnation, "B2", f"{fact.incarnation} left and is no member")
     node = truth.nodes[fact.node_id]
-    excluded = node.leaves_when_excluded and fact.node_id in ledger.drained | ledger.quarantined
+    excluded = node.leaves_when_excluded and fact.node_id in ledger.excluded_ever
     require(node.sigterms > 0 or excluded, "E2", f"{fact.node_id} left, and nobody had told it to")
 
 
@@ -162,14 +165,32 @@ def _spent(ledger: Ledger) -> str:
     """Which budget is used up; empty where none is."""
     settings = ledger.settings
     assert settings is not None
-    failed = len(ledger.ended_by(Cause.WORKER_FAILED))
+    failures = ledger.ended_by(Cause.WORKER_FAILED)
+    if settings.restart_budget is RestartBudget.PER_PROGRESS:
+        since = max((one.number for one in ledger.cycles if one.progressed), default=0)
+        failures = [one for one in failures if one.number >= since]
+    failed = len(failures)
     losses = ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
     gone = _charged_losses(ledger, settings.settle_s)
     if failed > settings.max_restarts or (settings.max_restarts == 0 and losses):
         return f"{failed} failures of workers, {len(losses)} losses, max_restarts {settings.max_restarts}"
     if settings.max_replacements is not None and gone > settings.max_replacements:
         return f"{gone} losses, max_replacements {settings.max_replacements}"
+    idle = _cycles_without_progress(ledger)
+    if settings.max_no_progress_cycles and idle >= settings.max_no_progress_cycles:
+        return f"{idle} cycles without progress, max_no_progress_cycles {settings.max_no_progress_cycles}"
     return ""
+
+
+def _cycles_without_progress(ledger: Ledger) -> int:
+    """D6: those in a row, up to the last, in which workers failed or that ran and lost a node."""
+    count = 0
+    for one in reversed(ledger.cycles if ledger.progress is not None else ()):
+        if one.progressed:
+            break
+        cause = one.failure.cause if one.failure is not None else None
+        count += cause is Cause.WORKER_FAILED or (one.ran and cause in {Cause.NODE_LOST, Cause.NODE_LEFT})
+    return count
 
 
 def _charged_losses(ledger: Ledger, settle_s: float) -> int:
@@ -196,6 +217,13 @@ def _live(number: CycleNumber, ledger: Ledger) -> Seated:
     require(cycle is not None and cycle.number == number and cycle.is_live, "D1", f"cycle {number} is not live")
     assert cycle is not None
     return cycle
+
+
+def _progressed(fact: ProgressMade, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
+    step = truth.checkpoint.step
+    require(fact.step <= step, "D6", f"step {fact.step} was made in cycle {fact.cycle}, and training is at {step}")
+    before = ledger.progress
+    require(before is None or fact.step > before, "D6", f"step {fact.step} is no progress after {before}")
 
 
 def _exited(fact: WorkersExited, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -289,6 +317,7 @@ _CHECKS: dict[type, Callable[[Any, Ledger, Hearing, Truth, float], None]] = {
     NodeStopped: _stopped,
     WorldChosen: _chosen,
     CycleRunning: _running,
+    ProgressMade: _progressed,
     WorkersExited: _exited,
     CycleEnded: _ended,
     CauseRevised: _revised,

@@ -24,6 +24,7 @@ from nvrx.core.facts import (
     NodesDrained,
     NodeStopped,
     NodesUndrained,
+    ProgressMade,
     RunClosed,
     RunOpened,
     WorkerExit,
@@ -45,6 +46,7 @@ class Seated:
     incarnations: Mapping[NodeId, Incarnation]
     chosen_s: float
     ran: bool = False
+    progressed: bool = False
     ended_s: float | None = None
     ended_at: float = 0.0
     """On the run's clock, which stands still while no coordinator runs."""
@@ -69,9 +71,11 @@ class Ledger:
     joined_ever: frozenset[Incarnation] = frozenset()
     stopping: Mapping[NodeId, float] = field(default_factory=dict)
     drained: frozenset[NodeId] = frozenset()
-    quarantined: frozenset[NodeId] = frozenset()
+    excluded_ever: frozenset[NodeId] = frozenset()
+    """Nodes that were drained or quarantined once: their agents may hear of it late."""
     cycles: tuple[Seated, ...] = ()
     exits: Mapping[tuple[CycleNumber, NodeId], Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
+    progress: int | None = None
     closed: RunClosed | None = None
 
     @property
@@ -109,11 +113,14 @@ class Ledger:
             case NodeStopped():
                 return dataclasses.replace(self, stopping=_without(self.stopping, fact.node_id))
             case NodesDrained():
-                return dataclasses.replace(self, drained=self.drained | {*fact.node_ids})
+                drained = {*fact.node_ids}
+                return dataclasses.replace(
+                    self, drained=self.drained | drained, excluded_ever=self.excluded_ever | drained
+                )
             case NodesUndrained():
                 return dataclasses.replace(self, drained=self.drained - {*fact.node_ids})
             case NodeQuarantined():
-                return dataclasses.replace(self, quarantined=self.quarantined | {fact.node_id})
+                return dataclasses.replace(self, excluded_ever=self.excluded_ever | {fact.node_id})
             case WorkersExited():
                 key = (fact.cycle, fact.node_id)
                 known = {**self.exits.get(key, {}), **{one.local_rank: one for one in fact.exits}}
@@ -139,6 +146,10 @@ class Ledger:
                 incarnations = {seat.node.node_id: seat.node.incarnation for seat in fact.seats}
                 new = Seated(fact.cycle, ranks, incarnations, now_s)
                 return dataclasses.replace(self, cycles=(*self.cycles, new), stopping={})
+            case ProgressMade():
+                came_further = fact.step > (self.progress or 0)
+                ledger = self._changed(fact.cycle, progressed=True) if came_further else self
+                return dataclasses.replace(ledger, progress=max(fact.step, self.progress or 0))
             case CycleRunning():
                 return self._changed(fact.cycle, ran=True)
             case CycleEnded():

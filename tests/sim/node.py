@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from .network import Link
 from .supervisor import Machine, Supervisor
 
 FIRST_PORT = 20_000
+STEP_S = 5.0
 FIRST_PID = 2_000_000_000
 """Beyond what any kernel gives: the joining agent looks for its predecessor among this machine's processes."""
 
@@ -35,6 +37,21 @@ class Ear(Protocol):
     def did(self, node: Node, incarnation: Incarnation, deed: machine.Deed, agent: machine.Agent) -> None: ...
     def spawned(self, node: Node, incarnation: Incarnation, cycle: CycleNumber) -> None: ...
     def agent_ended(self, node: Node, process: AgentProcess, code: int, reason: str) -> None: ...
+
+
+@dataclass
+class Checkpoint:
+    """How far training has come, on the storage that all nodes share."""
+
+    step: int = 0
+    saved_s: float = 0.0
+
+    def save(self, now_s: float) -> int:
+        """The workers of the first node train: a step more, if the last is long enough ago."""
+        if now_s - self.saved_s >= STEP_S:
+            self.saved_s = now_s
+            self.step += 1
+        return self.step
 
 
 class Node:
@@ -55,6 +72,7 @@ class Node:
         coordinator_grace_s: float,
         stops_on_partition: bool,
         leaves_when_excluded: bool,
+        checkpoint: Checkpoint | None,
         find_server: Callable[[], Server | None],
         ear: Ear,
     ) -> None:
@@ -69,6 +87,7 @@ class Node:
         self.coordinator_grace_s = coordinator_grace_s
         self.stops_on_partition = stops_on_partition
         self.leaves_when_excluded = leaves_when_excluded
+        self._checkpoint = checkpoint
         self.join_timeout_s = coordinator_grace_s
         self.first_port = FIRST_PORT
         self._find_server = find_server
@@ -141,6 +160,11 @@ class Node:
             host=f"boot of {self.node_id}",
         )
         return Join(info, self._shape, self._wish, replaces=replaces)
+
+    def trained_to(self) -> int | None:
+        """The step that workers of the first node have come to; None where progress is not told."""
+        now_s = asyncio.get_running_loop().time()
+        return self._checkpoint.save(now_s) if self._checkpoint is not None else None
 
     def joining(self, incarnation: Incarnation) -> None:
         self._ear.joining(self, incarnation)

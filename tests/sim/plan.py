@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from nvrx.core.presence import StoreMode, Timing
-from nvrx.core.shape import RankPolicy, SettingsWish, Shape
+from nvrx.core.shape import RankPolicy, RestartBudget, SettingsWish, Shape
 
 CHAOS_FROM_S = 1.0
 CHAOS_S = (15.0, 70.0)
@@ -121,6 +121,7 @@ class Plan:
     store: StoreMode
     stops_on_partition: bool
     leaves_when_excluded: bool
+    tells_progress: bool
     faults: tuple[Fault, ...]
 
     @property
@@ -146,6 +147,12 @@ def make_plan(seed: int) -> Plan:
             max_replacements=random.choice([None, None, None, 3, 1]),
             join_timeout_s=random.choice([600.0, 600.0, 45.0]),
             last_call_s=random.choice([0.5, 1.0, 3.0]),
+            settle_s=random.choice([0.5, 0.5, 0.0, 3.0]),
+            restart_backoff_s=random.choice([1.0, 1.0, 0.0]),
+            max_no_progress_cycles=random.choice([0, 3, 2]),
+            restart_budget=random.choice(list(RestartBudget)),
+            max_node_failures=random.choice([3, 2, 0]),
+            quarantine_s=random.choice([None, 5.0]),
         ),
         timing=random.choice([Timing(), Timing(), Timing(0.5, 4.0, 1.0)]),
         places=places,
@@ -154,6 +161,7 @@ def make_plan(seed: int) -> Plan:
         store=random.choice([StoreMode.RANK0, StoreMode.RANK0, StoreMode.OFF]),
         stops_on_partition=random.random() < 0.2,
         leaves_when_excluded=random.random() < 0.2,
+        tells_progress=random.random() < 0.5,
         faults=tuple(faults),
     )
 

@@ -92,6 +92,7 @@ class Simulation:
             coordinator_grace_s=plan.coordinator_grace_s,
             stops_on_partition=plan.stops_on_partition,
             leaves_when_excluded=plan.leaves_when_excluded,
+            checkpoint=self.truth.checkpoint if plan.tells_progress else None,
             find_server=self.find_server,
             ear=self.checks,
         )

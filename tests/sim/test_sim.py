@@ -19,7 +19,7 @@ SEEDS = int(os.environ.get(SEEDS_OF, 480))
 PARTS = 12
 PER_PART = SEEDS // PARTS
 LIVELY_SEEDS = 60
-RARE = {"RunReopened", "ProgressMade", "NodeQuarantined", "QuarantineEnded"}
+RARE = {"RunReopened", "NodeQuarantined", "QuarantineEnded"}
 
 
 @pytest.mark.rule(
