@@ -96,10 +96,6 @@ class AgentProcess:
         self.supervisor = make_supervisor(self)
         self._running = self._loop.watched(self._run(), "agent")
 
-    @property
-    def was_signalled(self) -> bool:
-        return self._signal is not None
-
     def die(self, *, silently: bool) -> None:
         """SIGKILL, or the power fails."""
         self.is_dead = True
