@@ -127,6 +127,7 @@ class AgentProcess:
         self._host.ended(self, code, reason)
 
     async def _live(self) -> machine.Exit | machine.Rejoin:
+        self._life = None
         admitted = await self._join()
         if admitted is None:
             assert self._signal is not None

@@ -56,7 +56,6 @@ class Server:
         self.ear = ear
         self.methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self.calls: dict[ServerCall, None] = {}
-        self.calls_ever = 0
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         pass
@@ -78,9 +77,6 @@ class ServerCall:
     def __init__(self, server: Server, connection: Connection, path: str) -> None:
         self._server = server
         self._connection = connection
-        server.calls_ever += 1
-        self.number = server.calls_ever
-        self.path = path
         self.first: Any = None
         """The first message of the caller; None before it is read."""
         self._method = server.methods[path]

@@ -87,7 +87,7 @@ def _lost(fact: NodeLost, ledger: Ledger, hearing: Hearing, truth: Truth, now_s:
     require(ledger.live.get(fact.node_id) == fact.incarnation, "B2", f"{fact.incarnation} was lost and is no member")
     is_replaced = fact.node_id in truth.joining
     process = truth.nodes[fact.node_id].agent
-    if is_replaced and process is not None and process.incarnation != fact.incarnation:
+    if is_replaced and (process is None or process.incarnation != fact.incarnation):
         return  # its process is dead, or has become the one that joins (B2)
     from_s = hearing.may_be_lost_from_s(fact.node_id, fact.incarnation, is_replaced=is_replaced)
     rule = "E5" if hearing.away else "E1"
