@@ -7,9 +7,10 @@ PY := $(VENV)/bin/python
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format protos bench bench-store bench-restart bench-failover clean
+.PHONY: help demo test soak check lint format protos bench bench-store bench-restart bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -37,6 +38,9 @@ demo: $(VENV)/.installed  ## watch a small real training survive the loss of a w
 
 test: $(VENV)/.installed  ## run the tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed  ## simulate 10,000 runs with faults (NVRX_SOAK_SEEDS=N: as many); see docs/simulator.md
+	$(PY) -m tests.sim $(SOAK_ARGS)
 
 check: $(VENV)/.installed .venv-protos/.installed  ## style, types, import contracts, protos
 	$(PY) -m ruff check .

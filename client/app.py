@@ -127,6 +127,8 @@ class NodeAgent:
 
     async def _live(self) -> machine.Exit | machine.Rejoin:
         """One incarnation, from joining to its end."""
+        # A signal that comes meanwhile is for the next life: the one before can do nothing about it any more.
+        self._life = None
         admitted = await self._join()
         if admitted is None:
             assert self._signal is not None

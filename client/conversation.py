@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from nvrx.v1 import common_pb2, heartbeat_pb2
 from nvrx.wire import membership
 from nvrx.wire.units import seconds
 
-from .coordinator import SAY_EVERY_S, Coordinator, Joined
+from .coordinator import SAY_EVERY_S, Coordinator, Joined, now_s
 
 log = logging.getLogger("nvrx.node")
 
@@ -108,7 +107,7 @@ class Conversation:
         self._interval_s = joined.heartbeat_interval_s
         self._lease_s = joined.lease_ttl_s
         self._seen = (0, 0)
-        self._heard_at = time.monotonic()
+        self._heard_at = now_s()
         self._lost_at: float | None = None
         self._is_new_stream = True
         self._stream = 0
@@ -138,16 +137,16 @@ class Conversation:
         """Talk for ever. Raises ExpelledByCoordinator, LeaseOver or GraceOver."""
         said_at = 0.0
         delay = 0.0
-        self._heard_at = time.monotonic()
+        self._heard_at = now_s()
         while True:
             heard_before = self._heard_at
             why = await self._talk()
-            away_s = time.monotonic() - self._heard_at
+            away_s = now_s() - self._heard_at
             self._judge(away_s, why)
             if self._heard_at > heard_before:
                 delay, said_at = 0.0, 0.0
-            if time.monotonic() - said_at >= SAY_EVERY_S:
-                said_at = time.monotonic()
+            if now_s() - said_at >= SAY_EVERY_S:
+                said_at = now_s()
                 self._lost_at = self._heard_at
                 log.warning("lost the coordinator %s: %s; workers run on", self._coordinator.endpoint, why)
             await asyncio.sleep(min(delay, self._patient_for_s()))
@@ -171,7 +170,7 @@ class Conversation:
 
     def _patient_for_s(self) -> float:
         """How much longer silence is borne."""
-        return max(0.0, self._borne_s - (time.monotonic() - self._heard_at))
+        return max(0.0, self._borne_s - (now_s() - self._heard_at))
 
     async def _talk(self) -> str:
         """One stream, from its opening to its end; why it ended."""
@@ -251,7 +250,7 @@ class Conversation:
         return request
 
     def _hear(self, response: heartbeat_pb2.HeartbeatResponse) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = now_s()
         if self._lost_at is not None:
             away_s = self._heard_at - self._lost_at
             log.info("the coordinator %s is back after %.1f s", self._coordinator.endpoint, away_s)

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import random
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -50,6 +49,11 @@ EXIT_REFUSED = 3
 EXIT_NEVER_REACHED = 4
 
 Answer = TypeVar("Answer")
+
+
+def now_s() -> float:
+    """Seconds on the running loop's clock, which timeouts go by as well."""
+    return asyncio.get_running_loop().time()
 
 
 class GivenUp(Exception):
@@ -209,7 +213,7 @@ async def admission(
     reach is waited for until the join timeout, a seat still taken for two leases, a full run as long as it lives.
     """
     patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
-    began = time.monotonic()
+    began = now_s()
     given_up_at: float | None = None
     said = ""
     said_at = 0.0
@@ -222,7 +226,7 @@ async def admission(
             coordinator.learn(joined.coordinators)
             return joined, command
         except OutOfReach as error:
-            waited = time.monotonic() - began
+            waited = now_s() - began
             text = f"coordinator {coordinator.endpoint} not reached: {error}"
             if waited >= patience_s:
                 raise GivenUp(
@@ -237,7 +241,7 @@ async def admission(
             text = refused.message
             delay = RETRY_MOST_S
             if refused.reason is Reason.RUN_FULL:
-                began, delay = time.monotonic(), FULL_RETRY_S
+                began, delay = now_s(), FULL_RETRY_S
                 text += "; waiting for a place as long as the run lives"
             elif replaces is None and (dead := _dead_predecessor(refused, command.node.host)) is not None:
                 log.info("the agent of this node that joined before (pid %s) is dead", refused.details["joined_pid"])
@@ -248,17 +252,17 @@ async def admission(
                 if given_up_at is None:
                     # After a restart of the coordinator the old one's seat is kept for longer than two leases.
                     patient_s = max(2 * lease_s, float(refused.details.get("free_in_s", "0")) + lease_s)
-                    given_up_at = time.monotonic() + patient_s
-                if time.monotonic() >= given_up_at:
+                    given_up_at = now_s() + patient_s
+                if now_s() >= given_up_at:
                     raise GivenUp(refused.message, EXIT_REFUSED) from refused
                 text += "; trying again until the other's lease must be over"
             elif refused.reason is not Reason.SHUTTING_DOWN:
                 raise _final(refused) from refused
             else:
                 await coordinator.next_endpoint()
-        if text != said or (time.monotonic() - said_at >= SAY_EVERY_S and "not reached" in text):
+        if text != said or (now_s() - said_at >= SAY_EVERY_S and "not reached" in text):
             log.warning("%s", text)
-            said, said_at = text, time.monotonic()
+            said, said_at = text, now_s()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay * random.uniform(0.7, 1.0)):
                 await stopped.wait()

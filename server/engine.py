@@ -52,10 +52,12 @@ class Said:
 class Session:
     """An open heartbeat stream of one incarnation; `news` is set when there may be something to tell it."""
 
-    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation) -> None:
+    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation, sequence: int) -> None:
         self.run_id = run_id
         self.node_id = node_id
         self.incarnation = incarnation
+        self.sequence = sequence
+        """The number of its first request: numbers rise over all streams of an incarnation."""
         self.news = asyncio.Event()
         self.news.set()
         self.acknowledged = 0
@@ -217,12 +219,19 @@ class Engine:
 
     # ---- sessions and watches -----------------------------------------------------------------------------
 
-    def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation) -> Session:
-        """A member's stream opened; an older stream of the same member is superseded. Raises Refused."""
+    def open_session(self, run_id: str, node_id: NodeId, incarnation: Incarnation, sequence: int = 1) -> Session:
+        """A member's stream opened; an older stream of the same member is superseded. Raises Refused.
+
+        `sequence` is the number of the stream's first request. A stream that its agent gave up may arrive after the
+        one that it opened instead, when the connection of each had been cut off: it supersedes nothing.
+        """
+        self._bear_own_stall()
         hosted = self.find(run_id)
         require_member(hosted.run, node_id, incarnation)
-        session = Session(hosted.run.run_id, node_id, incarnation)
+        session = Session(hosted.run.run_id, node_id, incarnation, sequence)
         older = hosted.sessions.get(node_id)
+        if older is not None and older.incarnation == incarnation and sequence < older.sequence:
+            raise superseded(node_id)
         if older is not None:
             older.is_superseded = True
             older.news.set()
@@ -234,6 +243,7 @@ class Engine:
 
     def close_session(self, session: Session) -> None:
         """A stream ended: the node's lease shrinks to the reconnect grace, unless a newer stream took over."""
+        self._bear_own_stall()
         hosted = self.runs[session.run_id]
         hosted.session_ended.set()
         if hosted.sessions.get(session.node_id) is not session:
@@ -244,6 +254,7 @@ class Engine:
 
     def heard(self, session: Session, word: Word) -> None:
         """Renew a lease at once, not behind the journal. Raises Refused once the session's node is no member."""
+        self._bear_own_stall()
         hosted = self.runs[session.run_id]
         require_member(hosted.run, session.node_id, session.incarnation, may_have_left=True)
         if not _is_present(hosted, session):
@@ -316,7 +327,8 @@ class Engine:
     def _bear_own_stall(self) -> None:
         """E1: suspended, paused or starved for a while, the coordinator holds that time against nobody.
 
-        Called by a steady pulse, and before anything is decided: after a stall no lease is judged first.
+        Called by a steady pulse, and before anything is heard or decided: after a stall no lease is judged first, and
+        what was heard after it is not extended by it.
         """
         now = self._clock()
         late_s = 0.0 if self._pulse_at is None else now - self._pulse_at
@@ -467,6 +479,11 @@ class Engine:
         """Finish what is being written."""
         self._writer.shutdown(wait=True)
         self._journal.close()
+
+
+def superseded(node_id: NodeId) -> Refused:
+    """What an older stream of a member is told."""
+    return Refused(Reason.STALE_INCARNATION, f"a newer stream of node {node_id} took over", {"node_id": node_id})
 
 
 def _is_present(hosted: Hosted, session: Session) -> bool:

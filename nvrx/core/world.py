@@ -182,6 +182,8 @@ def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
         one
         for one in run.live_members()
         if presence.is_fresh(one.info.node_id, now)
+        # One that has just taken the place of another was not heard yet: what is known is of the other.
+        and presence.nodes[one.info.node_id].incarnation == one.info.incarnation
         and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
         and not is_suspect(run, presence, one.info.node_id)
     ]

@@ -16,7 +16,7 @@ from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
 from nvrx.wire import membership, views
 from nvrx.wire.units import duration
 
-from ..engine import Engine, Said, Session
+from ..engine import Engine, Said, Session, superseded
 from .answering import Context, refuse
 
 MAX_SENT_MAP_BYTES = 3 * 1024 * 1024
@@ -37,7 +37,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
     def __init__(self, engine: Engine, closing: asyncio.Event) -> None:
         self._engine = engine
         self._closing = closing
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, None] = {}  # a dict: told in the order in which they came
         self._maps: dict[RunId, _SentMap] = {}
 
     def close(self) -> None:
@@ -59,8 +59,10 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         if not isinstance(first, heartbeat_pb2.HeartbeatRequest):
             return
         engine = self._engine
-        session = engine.open_session(first.run_id, NodeId(first.node_id), Incarnation(first.incarnation))
-        self._sessions.add(session)
+        session = engine.open_session(
+            first.run_id, NodeId(first.node_id), Incarnation(first.incarnation), first.sequence
+        )
+        self._sessions[session] = None
         reading = asyncio.create_task(self._read(context, session, first))
         try:
             await self._write(context, session, reading)
@@ -68,7 +70,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.BaseError, Refused):
                 await reading
-            self._sessions.discard(session)
+            del self._sessions[session]
             engine.close_session(session)
 
     async def _read(self, context: Context, session: Session, first: heartbeat_pb2.HeartbeatRequest) -> None:
@@ -106,11 +108,7 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             if self._closing.is_set():
                 raise Refused(Reason.SHUTTING_DOWN, "the coordinator goes down; come back to it", {})
             if session.is_superseded:
-                raise Refused(
-                    Reason.STALE_INCARNATION,
-                    f"a newer stream of node {session.node_id} took over",
-                    {"node_id": session.node_id},
-                )
+                raise superseded(session.node_id)
             desired = self._engine.desired(session)
             said = Said(desired, session.heard)
             if said == session.said:

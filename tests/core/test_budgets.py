@@ -2,7 +2,9 @@
 
 import pytest
 
+from nvrx.core.commands import Drain, Promote, Undrain
 from nvrx.core.facts import Cause, CycleEnded, RunClosed, RunState, WorldChosen
+from nvrx.core.ids import NodeId
 from nvrx.core.shape import SettingsWish
 
 from .driver import World, trained
@@ -47,6 +49,22 @@ def test_no_second_cycle_with_max_restarts_0(how: str, is_running: bool) -> None
         world.leave("n1", stopped=True)
     assert len(world.of(WorldChosen)) == 1
     assert world.run.state is RunState.FAILED
+    assert "max_restarts 0 is used up" in closed(world).reason
+
+
+@pytest.mark.rule("D5", "F1")
+def test_planned_changes_are_free_with_max_restarts_0() -> None:
+    world = trained(2, 3, wish=SettingsWish(max_restarts=0))
+    world.submit(Drain(NodeId("n1"), immediate=True))
+    world.stopped("n0", "n1")
+    assert world.active() == ["n0", "n2"]
+    world.start()
+    world.submit(Undrain(NodeId("n1")))
+    world.submit(Promote(NodeId("n1"), NodeId("n0"), immediate=True))
+    world.stopped("n0", "n2")
+    assert world.active() == ["n1", "n2"]
+    world.start()
+    world.exit("n1", 0, 1)
     assert "max_restarts 0 is used up" in closed(world).reason
 
 

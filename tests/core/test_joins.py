@@ -99,6 +99,26 @@ def test_a_new_incarnation_replaces_one_whose_lease_is_over() -> None:
     assert (failure.node_id, failure.message) == ("n1", "replaced by incarnation n1.1")
 
 
+@pytest.mark.rule("B2", "C1")
+def test_who_replaces_a_dead_agent_at_once_is_chosen_when_it_is_heard_itself() -> None:
+    """The dead one was heard a moment ago: that says nothing of the one that joins."""
+    world = World(2, 2)
+    for name in ("n0", "n1"):
+        command = world.join_command(name)
+        world.submit(dataclasses.replace(command, node=dataclasses.replace(command.node, host="boot")))
+        world.connect(name)
+    world.start()
+    dead = world.node("n1").incarnation
+    world.node("n1").life += 1
+    command = world.join_command("n1")
+    node = dataclasses.replace(command.node, host="boot")
+    facts = world.submit(dataclasses.replace(command, node=node, replaces=dead))
+    assert [type(one) for one in facts] == [NodeLost, NodeJoined, CycleEnded]
+    world.connect("n1")
+    assert world.active() == ["n0", "n1"]
+    assert world.is_training
+
+
 @pytest.mark.rule("B2", "B6")
 @pytest.mark.parametrize(("broken", "count", "accepted"), [(True, 1, True), (True, 0, False), (False, 1, False)])
 def test_a_requeued_node_replaces_itself_once_its_stream_broke(broken: bool, count: int, accepted: bool) -> None:

@@ -89,6 +89,22 @@ def test_workers_that_are_not_to_run_on_without_a_coordinator(cluster: Cluster) 
     assert cluster.run().restarts_used == 0
 
 
+@pytest.mark.rule("E2")
+def test_an_agent_told_to_end_while_it_joins_anew_ends(cluster: Cluster) -> None:
+    """Its Join was under way, and made it a member: it leaves at once."""
+    coordinator = cluster.serve()
+    agents = cluster.join_all("a b", "--nnodes", "2", "--on-partition", "stop")
+    cluster.wait_for("CycleRunning", 0)
+    coordinator.send(signal.SIGSTOP)
+    for agent in agents:
+        agent.said(r"joining anew: .* longer than the lease of 4 s")
+        agent.send(signal.SIGTERM)
+        agent.said("received SIGTERM")
+    coordinator.send(signal.SIGCONT)
+    for agent in agents:
+        assert agent.ended() == 128 + signal.SIGTERM
+
+
 @pytest.mark.rule("B2")
 def test_an_agent_started_again_on_its_host_need_not_wait_for_the_dead_ones_lease(cluster: Cluster) -> None:
     timing = ("--heartbeat-interval", "0.3", "--lease-ttl", "600", "--reconnect-grace", "600")

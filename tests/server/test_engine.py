@@ -283,6 +283,24 @@ async def _living(engine: Engine, clock: Clock, sessions: list[Session], seconds
         await asyncio.sleep(0)
 
 
+@pytest.mark.rule("C1", "E1")
+async def test_what_is_heard_first_after_a_stall_is_not_extended_by_it() -> None:
+    """Read before the pulse: the node was fresh, and its lease over, as much later as the stall had lasted."""
+    clock = Clock()
+    engine = make(MemoryJournal(), clock)
+    async with serving(engine):
+        session = await enter(engine, "n0", nnodes=(2, 2))
+        hosted = await settled(engine)
+        clock.now += 60.0
+        engine.heard(session, Word(AgentPhase.IDLE))
+        hosted = await settled(engine)
+        node = hosted.presence.nodes[NodeId("n0")]
+        assert node.heard_at == pytest.approx(engine.now(hosted))
+        assert node.lease_until == pytest.approx(engine.now(hosted) + 10.0)
+        await passing(engine, clock, 2.4)
+        assert not hosted.presence.is_fresh(NodeId("n0"), engine.now(hosted))
+
+
 @pytest.mark.rule("E1", "E5")
 async def test_who_came_back_and_fell_silent_again_does_not_prolong_the_wait_for_others() -> None:
     """The lease of one ends before the others' time to come back: the engine neither spins nor thinks it stalled."""

@@ -213,6 +213,19 @@ async def test_a_second_stream_takes_over_from_the_first(served: Served) -> None
     assert (await served.run_state()).cycle == 0
 
 
+@pytest.mark.rule("B2", "E1")
+async def test_a_stream_that_was_given_up_takes_nothing_over_when_it_comes_late(served: Served) -> None:
+    """Both had been cut off: what was sent on the older one's connection arrived after the newer one."""
+    agents = await world(served)
+    given_up = agents[0].heartbeat()
+    await agents[0].open()
+    error = await refusal(served, given_up)
+    assert error.code() is PRECONDITION
+    assert "a newer stream of node n0 took over" in str(error.details())
+    await agents[0].acknowledged(await agents[0].say())
+    assert served.engine.runs[RunId(RUN)].presence.nodes[NodeId("n0")].connected
+
+
 @pytest.mark.rule("E1", "B2")
 async def test_a_broken_stream_that_comes_back_within_the_grace_costs_nothing(served: Served) -> None:
     agents = await world(served)
