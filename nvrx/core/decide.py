@@ -31,6 +31,7 @@ from .facts import (
     WorkerExit,
     WorkersExited,
 )
+from .groups import counted
 from .ids import Incarnation, NodeId
 from .join import decide_join
 from .operate import decide_operation
@@ -328,10 +329,13 @@ def _quarantine(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
 
 
 def _quarantine_over(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
-    """D7: a quarantine may be for some time only."""
+    """D7, A5: a quarantine may be for some time only; who would be one too many then waits for a place."""
     for node_id, found in run.quarantined.items():
         if found.until is not None and now >= found.until:
-            yield QuarantineEnded(now, node_id)
+            ended = QuarantineEnded(now, node_id)
+            if sum(1 for _ in counted(evolve(run, ended))) <= run.shape.max_nodes:
+                yield ended
+                return
 
 
 def _suspects(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
@@ -413,7 +417,8 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]
-    times += [one.until for one in run.quarantined.values() if one.until is not None]
+    # Whose time is over already waits for a place, and that comes with news.
+    times += [one.until for one in run.quarantined.values() if one.until is not None and one.until > now]
     if run.cycle is None or not run.cycle.is_live:
         found = next_world(run, presence, now)
         if isinstance(found, Wait):

@@ -245,6 +245,17 @@ class TestQuarantine:
         offend(world, 2)
         assert len(world.of(NodeQuarantined)) == 1, "what was before does not count again"
 
+    @pytest.mark.rule("A5")
+    def test_a_node_whose_place_was_taken_waits_for_one_when_its_time_is_over(self) -> None:
+        world = trained(2, 2, wish=SettingsWish(100, quarantine_s=5.0))
+        offend(world, 3)
+        world.join("n2")
+        world.advance(20)
+        assert world.of(QuarantineEnded) == []
+        world.kill("n2")
+        world.advance(3)
+        assert len(world.of(QuarantineEnded)) == 1
+
     def test_an_operator_ends_it(self) -> None:
         world = trained(2, 3, wish=self.WISH)
         offend(world)

@@ -163,6 +163,15 @@ class Cluster:
         what = f"{kind} cycle={cycle} node={node} after revision {after}"
         return self.board.until(lambda: next(iter(self.find(kind, cycle, node, after)), None), what, timeout_s)
 
+    def running_cycle(self, above: int) -> int:
+        """Wait for a cycle above `above` that runs, or ran; its number."""
+
+        def latest() -> int | None:
+            numbers = (one.cycle for one in self.find("CycleRunning") if one.cycle is not None)
+            return max((number for number in numbers if number > above), default=None)
+
+        return self.board.until(latest, f"a cycle above {above} that runs")
+
     def world(self, cycle: int) -> list[str]:
         """The node ids of a cycle's world, in order of group rank."""
         fact = self.wait_for("WorldChosen", cycle)

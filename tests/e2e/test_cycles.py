@@ -189,7 +189,9 @@ def test_workers_that_die_at_once(cluster: Cluster) -> None:
     script = cluster.directory / "train.py"
     script.write_text("def broken(:\n")
     cluster.serve()
-    agents = cluster.join_all("a b c d e", "--nnodes", "4:5", "--last-call", "20", command=[str(script)])
+    # Chance decides whose worker is first to fail: three times in a row it may be the same.
+    options = ("--nnodes", "4:5", "--last-call", "20", "--max-node-failures", "0")
+    agents = cluster.join_all("a b c d e", *options, command=[str(script)])
     assert [one.ended() for one in agents] == [1] * 5
     assert len(cluster.find("WorldChosen")) == 4
     for cycle in range(4):

@@ -106,7 +106,7 @@ def test_a_damaged_journal_is_repaired_and_training_goes_on(cluster: Cluster) ->
     for worker in before:
         worker.ended()
     # The first world may have been chosen while a node still spoke as the incarnation that it was.
-    running = cluster.board.until(lambda: _newest_running(cluster, above=1), "a cycle above those that were told")
+    running = cluster.running_cycle(above=1)
     after = cluster.workers(running, WORLD)
     assert cluster.run().journal_id != journal_id
     kept = told(cluster.facts)[: chosen.revision - 1]
@@ -144,13 +144,6 @@ class SmallDisk:
 
     def empty(self) -> None:
         (self.path / "filler").unlink()
-
-
-def _newest_running(cluster: Cluster, above: int = -1) -> int | None:
-    """The latest cycle that runs, or ran."""
-    return max(
-        (one.cycle for one in cluster.find("CycleRunning") if one.cycle is not None and one.cycle > above), default=None
-    )
 
 
 def promote(cluster: Cluster, cycle: int) -> Any:
