@@ -34,11 +34,12 @@ from .facts import (
 from .groups import counted
 from .ids import Incarnation, NodeId
 from .join import decide_join
+from .member import Member, Membership
 from .operate import decide_operation
 from .placement import Placement
 from .presence import AgentPhase, Presence, Word
 from .refused import Reason, Refused
-from .run import Cycle, CycleState, Member, Membership, Run, evolve, failure_of
+from .run import Cycle, CycleState, Run, evolve, failure_of
 from .world import Wait, next_world, place_world, stopping_within
 
 _MAX_STEPS = 1000

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .facts import NodeInfo
+from .member import Member
 from .refused import Reason, Refused
-from .run import Member, Run
+from .run import Run
 
 
 def sisters(run: Run, node: NodeInfo) -> list[Member]:

@@ -36,7 +36,8 @@ from .facts import (
 )
 from .groups import counted
 from .ids import CycleNumber, Incarnation, NodeId
-from .run import Cycle, CycleState, Membership, Run, evolve, trainable
+from .member import Membership, trainable
+from .run import Cycle, CycleState, Run, evolve
 from .shape import RankPolicy, RestartBudget
 from .topology import OrderSource, order_key
 

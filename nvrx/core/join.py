@@ -8,9 +8,10 @@ from .commands import Join
 from .facts import Fact, NodeInfo, NodeJoined, NodeLost, RunReopened
 from .groups import counted, replaced_by, require_own_group
 from .ids import name_problem
+from .member import Member
 from .presence import Presence
 from .refused import Reason, Refused
-from .run import Member, Run, evolve
+from .run import Run, evolve
 from .shape import Settings, SettingsWish, Shape, differences
 from .topology import VARIABLE, OrderSource, advice_on_tie, order_key, order_value_problem, settle_source
 

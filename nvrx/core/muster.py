@@ -15,8 +15,9 @@ from .commands import Join
 from .facts import NodeInfo, NodeJoined, NodeLost
 from .ids import GroupId, NodeId
 from .join import MAX_MEMBERS_PER_NODE, check_join, decide_join
+from .member import Member
 from .presence import Presence
-from .run import Member, Run, evolve
+from .run import Run, evolve
 from .shape import SettingsWish
 from .topology import OrderSource, order_key, settle_source
 

@@ -14,10 +14,11 @@ from .commands import Drain, Promote, StopRun, Undrain
 from .facts import Cause, CycleEnded, Fact, Failure, NodesDrained, NodesPromoted, NodesUndrained, RunClosed, RunState
 from .groups import counted
 from .ids import NodeId
+from .member import Member
 from .placement import Placement, Shortage
 from .presence import Presence
 from .refused import Reason, Refused
-from .run import Cycle, Member, Run, evolve
+from .run import Cycle, Run, evolve
 from .world import place_world, wished_world
 
 EXIT_STOPPED = 1

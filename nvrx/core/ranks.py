@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from .facts import Cause, Endpoint, Placed, Seat, WorkerExit
 from .ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
+from .member import Member
 from .narrate import describe_failure
-from .run import Cycle, Member, Run, SeatState
+from .run import Cycle, Run, SeatState
 from .topology import OrderKey, order_key, settle_source
 
 EXIT_EXCLUDED = 5

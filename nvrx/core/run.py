@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,7 +22,6 @@ from .facts import (
     Endpoint,
     Fact,
     Failure,
-    NodeInfo,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -46,18 +44,11 @@ from .facts import (
 )
 from .grown import changed, plus
 from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId, global_rank
+from .member import Member, Membership, trainable
 from .shape import Settings, Shape
 from .topology import OrderSource
 
 MAX_CONSEQUENCES = 64
-
-
-class Membership(enum.Enum):
-    """Whether a node belongs to the run."""
-
-    MEMBER = "MEMBER"
-    LEFT = "LEFT"
-    LOST = "LOST"
 
 
 class CycleState(enum.Enum):
@@ -75,21 +66,6 @@ class SeatState(enum.Enum):
     FAILED = "FAILED"
     STOPPED_BY_AGENT = "STOPPED_BY_AGENT"
     LOST = "LOST"
-
-
-@dataclass(frozen=True)
-class Member:
-    """A node that joined, with what it said of itself; kept after it left or was lost."""
-
-    info: NodeInfo
-    joined_at: float
-    membership: Membership = Membership.MEMBER
-    gone_at: float | None = None
-    gone_reason: str = ""
-
-    @property
-    def is_live(self) -> bool:
-        return self.membership is Membership.MEMBER
 
 
 @dataclass(frozen=True)
@@ -251,19 +227,6 @@ def evolve(run: Run | None, fact: Fact) -> Run:
 def _higher(one: CycleNumber | None, other: CycleNumber | None) -> CycleNumber | None:
     known = [number for number in (one, other) if number is not None]
     return max(known) if known else None
-
-
-def trainable(members: Iterable[Member], shape: Shape) -> int:
-    """How many members could train together at most: those of whole groups, in whole segments of each domain."""
-    live = [one.info for one in members if one.is_live]
-    if shape.replacement_group_size > 1:
-        sizes = Counter(one.replacement_group_id for one in live if one.replacement_group_id is not None)
-        whole = {group for group, size in sizes.items() if size >= shape.replacement_group_size}
-        live = [one for one in live if one.replacement_group_id in whole]
-    if shape.segment_size is None:
-        return len(live)
-    domains = Counter(one.domain_id for one in live if one.domain_id is not None)
-    return sum(size - size % shape.segment_size for size in domains.values())
 
 
 def _with_member(run: Run, member: Member, at: float) -> Run:

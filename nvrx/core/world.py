@@ -22,10 +22,11 @@ from .facts import (
     WorldChosen,
 )
 from .ids import GroupRank, InfraRank, NodeId
+from .member import Member
 from .narrate import MAX_NAMED, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
-from .run import Member, Run
+from .run import Run
 from .shape import RankPolicy, Shape
 from .stores import may_have_workers, ports_in_use
 from .topology import NUMERIC, OrderKey, OrderSource, order_key, settle_source

@@ -10,10 +10,11 @@ from google.protobuf import json_format
 from nvrx.core.budgets import replacements_used, restarts_used
 from nvrx.core.facts import Fact, Failure, Placed, Standby
 from nvrx.core.ids import CycleNumber, Revision, first_rank, global_rank
+from nvrx.core.member import Member
 from nvrx.core.narrate import describe_failure, subject_of, tell
 from nvrx.core.presence import NodePresence
 from nvrx.core.ranks import MappedNode, WorkerPlace, active_nodes, mapped_nodes, node_reason, node_state, replacements
-from nvrx.core.run import Cycle, CycleState, Member, Run, SeatState
+from nvrx.core.run import Cycle, CycleState, Run, SeatState
 from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 
 from .membership import device_message, phase_value, settings_message, shape_message
