@@ -223,14 +223,14 @@ class Engine:
         """A member's stream opened; an older stream of the same member is superseded. Raises Refused.
 
         `sequence` is the number of the stream's first request. A stream that its agent gave up may arrive after the
-        one that it opened instead, when the connection of each had been cut off: it supersedes nothing.
+        one that it opened instead, when the connection of each had been cut off: it supersedes nothing. 0: not told.
         """
         self._bear_own_stall()
         hosted = self.find(run_id)
         require_member(hosted.run, node_id, incarnation)
         session = Session(hosted.run.run_id, node_id, incarnation, sequence)
         older = hosted.sessions.get(node_id)
-        if older is not None and older.incarnation == incarnation and sequence < older.sequence:
+        if older is not None and older.incarnation == incarnation and 0 < sequence < older.sequence:
             raise superseded(node_id)
         if older is not None:
             older.is_superseded = True
