@@ -138,6 +138,7 @@ def test_one_that_does_not_read_holds_little_and_delays_nobody(store: StoreProgr
     client = store.lasting()
     client.set(b"/large", bytes(MAX_VALUE_BYTES))
     assert len(client.get(b"/large")) == MAX_VALUE_BYTES
+    store.forget_peak()
     before = store.resident_mib()
     slow = store.lasting()
     slow.send((bytes([Opcode.GET]) + text(b"/large")) * count + bytes([Opcode.SET]) + text(b"/done") + text(b"yes"))
