@@ -84,6 +84,7 @@ def test_garbage_is_cut_off_with_one_line_each(store: StoreProgram, kind: str) -
 
 def test_a_port_scan_costs_little(store: StoreProgram) -> None:
     store.lasting().ping()
+    store.forget_peak()
     before = store.resident_mib()
     with contextlib.ExitStack() as opened:
         for number in range(500):

@@ -168,6 +168,7 @@ def test_without_the_secret_nobody_is_answered(shared: StoreProgram) -> None:
 
 @pytest.mark.rule("J4")
 def test_a_line_without_an_end_is_cut(shared: StoreProgram) -> None:
+    shared.forget_peak()
     before = shared.resident_mib()
     control = Control(shared.paths)
     try:
