@@ -418,3 +418,29 @@ async def test_a_watch_that_is_not_read_overflows_and_keeps_nobody(monkeypatch: 
         assert slow.overflowed
         assert slow.rows.qsize() == 4
         assert gone.rows.empty()
+
+
+@pytest.mark.rule("E1")
+@pytest.mark.parametrize("step_s", [300.0, -3600.0])
+async def test_a_step_of_the_wall_clock_expels_nobody(step_s: float) -> None:
+    """C050, C051: leases run on the monotonic clock; the time of day is stamped on facts, for people only."""
+    clock = Clock()
+    stepped = [0.0]
+    engine = Engine(
+        MemoryJournal(),
+        clock=clock,
+        wall=lambda: 1.7e9 + clock.now + stepped[0],
+        timing=TIMING,
+        store=StoreMode.OFF,
+    )
+    async with serving(engine):
+        session = await enter(engine, "n0", nnodes=(1, 1))
+        await settled(engine)
+        before = kinds(engine)
+        stepped[0] = step_s
+        for _ in range(10):
+            clock.now += 0.2
+            engine.heard(session, Word(AgentPhase.IDLE))
+            engine.nudge(RUN)
+            await settled(engine)
+        assert kinds(engine) == before

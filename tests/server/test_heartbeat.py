@@ -104,6 +104,7 @@ async def test_every_word_is_acknowledged_in_order_and_a_late_lower_one_takes_no
 
 @pytest.mark.rule("B2", "E1")
 async def test_a_new_incarnation_begins_to_count_at_one(served: Served) -> None:
+    """C049."""
     old = HandAgent(served, "n0")
     old.sequence = 5000
     await old.enter()
@@ -166,6 +167,7 @@ async def test_a_cycle_that_ends_short_of_nodes_stops_its_workers() -> None:
 
 @pytest.mark.rule("B2", "E1")
 async def test_who_has_not_joined_is_refused_and_becomes_no_member(served: Served) -> None:
+    """C112."""
     unknown = HandAgent(served, "n7").heartbeat()
     assert reason_of(await refusal(served, unknown), NOT_FOUND) == "UNKNOWN_RUN"
     assert reason_of(await refusal(served, heartbeat_pb2.HeartbeatRequest()), NOT_FOUND) == "UNKNOWN_RUN"
