@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .facts import LOSSES, OWN_FAILURES, PLANNED, Cause
 from .ids import CycleNumber, NodeId
 from .narrate import describe_failure
-from .run import Cycle, Run
+from .run import Cycle, Run, settles_with
 from .shape import RestartBudget
 
 EXIT_FAILED = 1
@@ -75,15 +75,11 @@ def _charged(run: Run) -> Iterator[Cycle]:
     before: Cycle | None = None
     for cycle in _life(run):
         cause = _cause(cycle)
-        settles = cause in LOSSES and (cycle.running_at is None or settles_with(run, before, cycle.ended_at))
+        joins = before is not None and settles_with(run, before, cycle.ended_at or 0.0)
+        settles = cause in LOSSES and (cycle.running_at is None or joins)
         if cause in OWN_FAILURES | LOSSES and not settles:
             before = cycle
             yield cycle
-
-
-def settles_with(run: Run, before: Cycle | None, at: float | None) -> bool:
-    """D3: whether a loss at `at` belongs to the failure that ended the cycle `before`."""
-    return before is not None and before.ended_at is not None and (at or 0.0) - before.ended_at <= run.settings.settle_s
 
 
 def cycles_without_progress(run: Run) -> int:

@@ -400,12 +400,17 @@ def _ended(run: Run, fact: CycleEnded) -> Run:
     )
 
 
+def settles_with(run: Run, before: Cycle, at: float) -> bool:
+    """D3: whether a loss at `at` is found while the failure that ended the cycle `before` settles."""
+    return before.ended_at is not None and at - before.ended_at <= run.settings.settle_s
+
+
 def _settled(run: Run, cycle: Cycle, fact: CycleEnded) -> Run:
     """D3: a loss that is found while a failure settles is part of that failure's record."""
     before = next((one for one in reversed(run.cycles) if one.number < cycle.number), None)
-    if before is None or before.ended_at is None or fact.failure.cause not in LOSSES:
+    if before is None or before.failure is None or before.failure.cause in PLANNED:
         return run
-    if before.failure is None or before.failure.cause in PLANNED or fact.at - before.ended_at > run.settings.settle_s:
+    if fact.failure.cause not in LOSSES or not settles_with(run, before, fact.at):
         return run
     consequences = (*before.consequences, fact.failure)[:MAX_CONSEQUENCES]
     return _replace_cycle(run, dataclasses.replace(before, consequences=consequences))
