@@ -23,6 +23,7 @@ from .ports import BACKLOG
 log = logging.getLogger("nvrx.store")
 
 MAX_COMPLAINTS = 100
+LARGE_REPLY_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 
 
@@ -107,17 +108,18 @@ class BridgeServer:
 class _Connection(asyncio.Protocol):
     """A client. Nothing more is read from one that does not read its answers."""
 
-    __slots__ = ("_server", "_session", "_transport")
+    __slots__ = ("_is_full", "_server", "_session", "_transport")
 
     _session: Session
     _transport: asyncio.Transport
 
     def __init__(self, server: BridgeServer) -> None:
         self._server = server
+        self._is_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._session = Session(self._server.space, self._transport.write)
+        self._session = Session(self._server.space, self._send)
         self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -131,12 +133,26 @@ class _Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._server.on_left()
 
+    def _send(self, reply: bytes) -> None:
+        """One large reply at a time: uvloop keeps all of it for as long as anything of it is left to send."""
+        self._transport.write(reply)
+        if len(reply) > LARGE_REPLY_BYTES and not self._is_full:
+            self._session.pause()
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+
     def pause_writing(self) -> None:
+        self._is_full = True
         self._session.pause()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._transport.is_closing():
+        """Later: uvloop calls this in the middle of sending, where it does not notice that it is full again."""
+        self._is_full = False
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._is_full or self._transport.is_closing():
             return
         self._transport.resume_reading()
         try:
