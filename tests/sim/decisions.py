@@ -125,7 +125,7 @@ def _chosen(fact: WorldChosen, ledger: Ledger, hearing: Hearing, truth: Truth, n
         node_id, incarnation = seat.node.node_id, seat.node.incarnation
         require(ledger.live.get(node_id) == incarnation, "C1", f"{incarnation} was chosen and is no member")
         heard = hearing.heard_s.get(incarnation)
-        fresh = hearing.is_fresh(incarnation, now_s)
+        fresh = hearing.may_be_fresh(incarnation, now_s)
         require(fresh, "C1", f"{incarnation} was chosen at {now_s:.3f} s; heard last at {heard}")
         require(node_id not in ledger.drained, "F1", f"{node_id} was chosen and is drained")
     _check_groups(fact, shape.replacement_group_size, shape.segment_size)
@@ -151,7 +151,7 @@ def _check_nobody_stops(chosen: list[NodeId], ledger: Ledger, hearing: Hearing, 
     since: dict[NodeId, float] = dict(ledger.stopping)
     if last is not None and last.ended_s is not None:
         for node_id, incarnation in last.incarnations.items():
-            answers = ledger.live.get(node_id) == incarnation and hearing.is_fresh(incarnation, now_s)
+            answers = ledger.live.get(node_id) == incarnation and hearing.is_surely_fresh(incarnation, now_s)
             if answers and node_id not in chosen and node_id not in last.suspects:
                 since[node_id] = last.ended_s
     for node_id, since_s in since.items():

@@ -100,11 +100,19 @@ class Hearing:
             lease_s = min(lease_s, broke_s + grace_s)
         return max(earliest_s, lease_s - self.slack_s)
 
-    def is_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
-        """Connected, and heard within the last two intervals (rule C1)."""
-        heard_s = self.heard_s.get(incarnation)
+    def may_be_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
+        """Connected, and heard within the last two intervals (rule C1), or just over: clocks are read in turn."""
         is_connected = incarnation in self.streams or now_s - self.broke_s.get(incarnation, 0.0) <= ROUNDING_S
-        if heard_s is None or not is_connected:
-            return False
-        silent_s = now_s - heard_s - self.stalled_s(heard_s, now_s)
-        return silent_s <= FRESH_INTERVALS * self.timing.heartbeat_interval_s + ROUNDING_S
+        return is_connected and self._silent_s(incarnation, now_s) <= self._fresh_s + ROUNDING_S
+
+    def is_surely_fresh(self, incarnation: Incarnation, now_s: float) -> bool:
+        """As `may_be_fresh`, and by more than clocks that are read in turn may differ."""
+        return incarnation in self.streams and self._silent_s(incarnation, now_s) <= self._fresh_s - ROUNDING_S
+
+    @property
+    def _fresh_s(self) -> float:
+        return FRESH_INTERVALS * self.timing.heartbeat_interval_s
+
+    def _silent_s(self, incarnation: Incarnation, now_s: float) -> float:
+        heard_s = self.heard_s.get(incarnation)
+        return math.inf if heard_s is None else now_s - heard_s - self.stalled_s(heard_s, now_s)

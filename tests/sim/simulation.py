@@ -252,7 +252,7 @@ class Simulation:
             return True
         if node.agent is None or node.agent.incarnation != incarnation:
             return False
-        is_heard = self.checks.hearing.is_fresh(incarnation, self.loop.time())
+        is_heard = self.checks.hearing.may_be_fresh(incarnation, self.loop.time())
         ends = [node.machine.ends.get((cycle.number, LocalRank(one))) for one in range(node.machine.workers_per_node)]
         working = {tree.cycle: len(tree.alive) for tree in node.machine.living()}.get(cycle.number, 0)
         finished = sum(1 for one in ends if one is not None and one.succeeded)
