@@ -48,8 +48,9 @@ from .supervisor_link import (
     Waiting,
     WorkerSpec,
 )
-from .worker_environment import Place, WorkerPaths, worker_environment
+from .worker_environment import Place
 from .worker_files import WorkerFiles
+from .worker_specs import describe_place, worker_specs
 from .worker_start import signal_name
 
 log = logging.getLogger("nvrx.node")
@@ -415,10 +416,15 @@ class NodeAgent:
         except (OutOfReach, Refused) as error:
             log.warning("could not tell the coordinator that this node leaves: %s", error)
 
+    def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
+        place = Place(life.joined.run_id, life.command.node.node_id, self._coordinator.endpoint)
+        failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
+        return worker_specs(self._config, life.files, place, given, failed)
+
     async def _spawn(self, life: _Life, given: Assignment) -> None:
         try:
             specs = self._specs(life, given)
-            log.info("%s; output in %s", _describe_place(given), life.files.cycle(given.cycle))
+            log.info("%s; output in %s", describe_place(given), life.files.cycle(given.cycle))
             await self._link.spawn(given.cycle, specs)
         except (SpawnRefused, OSError) as error:
             log.warning("the workers of cycle %d were not started: %s", given.cycle, error)
@@ -426,45 +432,11 @@ class NodeAgent:
         except SupervisorError as error:
             self._finish(machine.Exit(EXIT_FAILED, str(error)))
 
-    def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
-        files, config = life.files, self._config
-        place = Place(life.joined.run_id, life.command.node.node_id, self._coordinator.endpoint)
-        failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
-        specs = []
-        for index in range(given.workers_per_node):
-            local_rank = LocalRank(index)
-            rank = global_rank(given.group_rank, local_rank, given.workers_per_node)
-            paths = WorkerPaths(
-                error_file=str(files.output(given.cycle, rank, "error.json")),
-                rank_map=str(files.rank_map(given.cycle)),
-                failed_rank_map=str(files.failed_rank_map(failed)) if failed is not None else None,
-            )
-            specs.append(
-                WorkerSpec(
-                    local_rank=index,
-                    argv=config.argv,
-                    env=worker_environment(config.environment, place, given, local_rank, paths),
-                    cwd=config.working_directory,
-                    stdout_path=str(files.output(given.cycle, rank, "out")),
-                    stderr_path=str(files.output(given.cycle, rank, "err")),
-                )
-            )
-        return specs
-
 
 def _say_ending(code: int, reason: str) -> None:
     as_asked = code == 0 or code > machine.SIGNALLED
     level = logging.INFO if as_asked else logging.ERROR
     log.log(level, "ending with exit code %d: %s", code, reason)
-
-
-def _describe_place(given: Assignment) -> str:
-    first = global_rank(given.group_rank, LocalRank(0), given.workers_per_node)
-    last = first + given.workers_per_node - 1
-    return (
-        f"cycle {given.cycle}: ranks {first}-{last} of {given.world_size} (group rank {given.group_rank} of "
-        f"{given.group_world_size})"
-    )
 
 
 def _unusual(event: Exited) -> str:

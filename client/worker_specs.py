@@ -1,0 +1,50 @@
+"""What the workers of a node are started with in a cycle: command, environment, files. Starts nothing itself."""
+
+from __future__ import annotations
+
+from nvrx.core.ids import CycleNumber, LocalRank, global_rank
+from nvrx.core.ranks import Assignment
+
+from .config import NodeConfig
+from .supervisor_link import WorkerSpec
+from .worker_environment import Place, WorkerPaths, worker_environment
+from .worker_files import WorkerFiles
+
+
+def worker_specs(
+    config: NodeConfig, files: WorkerFiles, place: Place, given: Assignment, failed: CycleNumber | None
+) -> list[WorkerSpec]:
+    """One for each local rank; `failed` is the latest cycle that failed with this node in it.
+
+    Makes the cycle's directory. Raises OSError.
+    """
+    specs = []
+    for index in range(given.workers_per_node):
+        local_rank = LocalRank(index)
+        rank = global_rank(given.group_rank, local_rank, given.workers_per_node)
+        paths = WorkerPaths(
+            error_file=str(files.output(given.cycle, rank, "error.json")),
+            rank_map=str(files.rank_map(given.cycle)),
+            failed_rank_map=str(files.failed_rank_map(failed)) if failed is not None else None,
+        )
+        specs.append(
+            WorkerSpec(
+                local_rank=index,
+                argv=config.argv,
+                env=worker_environment(config.environment, place, given, local_rank, paths),
+                cwd=config.working_directory,
+                stdout_path=str(files.output(given.cycle, rank, "out")),
+                stderr_path=str(files.output(given.cycle, rank, "err")),
+            )
+        )
+    return specs
+
+
+def describe_place(given: Assignment) -> str:
+    """One line: which ranks of the world run here."""
+    first = global_rank(given.group_rank, LocalRank(0), given.workers_per_node)
+    last = first + given.workers_per_node - 1
+    return (
+        f"cycle {given.cycle}: ranks {first}-{last} of {given.world_size} (group rank {given.group_rank} of "
+        f"{given.group_world_size})"
+    )
