@@ -172,6 +172,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         exit_when_excluded=given["exit_when_excluded"],
         stops_on_partition=given["on_partition"] == "stop",
         log_dir=given["log_dir"],
+        cycle_info_dir=given["cycle_info_dir"],
         token=token,
         reopen=given["reopen"],
         segment_size=given["segment_size"],
