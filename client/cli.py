@@ -38,6 +38,7 @@ from nvrx.core.fingerprint import Wishes
 from nvrx.core.shape import (
     RestartBudget,
 )
+from nvrx.pid1 import be_below_process_1
 
 from .app import run_node
 from .check import check_node
@@ -195,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-node`."""
+    be_below_process_1()
     open_standard_streams()
     leave(main())
 
