@@ -42,7 +42,7 @@ SAMPLES = 10
 def borne(name: str, what: str) -> int:
     """How much more a process may come to hold, as it is bounded by itself.
 
-    The store keeps the ports of past cycles to itself, that no stranger gets them; asyncio's threads are made one by one.
+    The store keeps the ports of past cycles, so that no stranger gets them; asyncio makes its threads one by one.
     """
     if what == "descriptors" and name == "store":
         return MAX_RETIRED
