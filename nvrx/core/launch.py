@@ -57,8 +57,18 @@ def _problems(env: Mapping[str, str], nnodes: NodeCounts) -> Iterator[str]:
     if "," in ranks:
         yield f"SLURM_GTIDS={_shown(ranks)}: {several}"
     if srun_step(env) is None:
-        yield from _tasks_per_node(env, "SLURM_TASKS_PER_NODE", "this Slurm job has several tasks on a node")
+        if not _counts_processors(env, nnodes):
+            yield from _tasks_per_node(env, "SLURM_TASKS_PER_NODE", "this Slurm job has several tasks on a node")
         yield from _one_of_many(env, nnodes)
+
+
+def _counts_processors(env: Mapping[str, str], nnodes: NodeCounts) -> bool:
+    """Whether SLURM_TASKS_PER_NODE says how many tasks there would be room for: nobody has asked for any number of them.
+
+    So in the batch script of a job of one node, which may start the agent of that node by itself.
+    """
+    asked = any(variable(env, name) for name in ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"))
+    return not asked and variable(env, "SLURM_JOB_NUM_NODES") == "1" and nnodes.max_nodes == 1
 
 
 def _tasks_per_node(env: Mapping[str, str], name: str, what: str) -> Iterator[str]:

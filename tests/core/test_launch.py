@@ -161,3 +161,15 @@ def test_the_line_to_use_has_the_number_of_nodes_where_it_is_known(env: dict[str
 @pytest.mark.rule("A5")
 def test_node_counts() -> None:
     assert [parse_nnodes("4"), parse_nnodes("2:3")] == [NodeCounts(4, 4), NodeCounts(2, 3)]
+
+
+@pytest.mark.rule("A1")
+def test_a_batch_script_of_one_node_where_nobody_asked_for_tasks() -> None:
+    """There SLURM_TASKS_PER_NODE counts processors: an agent for that one node is right."""
+    env = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "64"}
+    env |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0", "SLURM_NODEID": "0"}
+    assert launch_problem(env, ONE) is None
+    for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"):
+        refused(env | {name: "64"}, ONE, "SLURM_TASKS_PER_NODE=64")
+    refused(env | {"SLURM_JOB_NUM_NODES": "2"}, ONE, "SLURM_TASKS_PER_NODE=64")
+    refused(env, NodeCounts(1, 2), "SLURM_TASKS_PER_NODE=64")

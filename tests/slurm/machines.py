@@ -19,7 +19,7 @@ SWITCH = "switch"
 """The machine that all others are plugged into; never off."""
 _LASTS_S = 30.0
 _NEEDS = ("unshare", "nsenter", "ip")
-# Orphans in a pid namespace are its init's to reap; with SIGCHLD ignored the kernel does so (dash would not pass it on).
+# Orphans in a pid namespace are its init's to reap; with SIGCHLD ignored (dash would not pass that on) the kernel does.
 _INIT = """
 hostname "$1" && mount --bind "$2" /etc/hosts && ip link set lo up && trap "" CHLD || exit 1
 echo on
