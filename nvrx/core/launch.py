@@ -63,7 +63,7 @@ def _problems(env: Mapping[str, str], nnodes: NodeCounts) -> Iterator[str]:
 
 
 def _counts_processors(env: Mapping[str, str], nnodes: NodeCounts) -> bool:
-    """Whether SLURM_TASKS_PER_NODE says how many tasks there would be room for: nobody has asked for any number of them.
+    """Whether SLURM_TASKS_PER_NODE says how many tasks there would be room for: nobody has asked for any number.
 
     So in the batch script of a job of one node, which may start the agent of that node by itself.
     """

@@ -240,22 +240,9 @@ class SlurmCluster:
             found.append("\n".join([f"--- {path.name}", *lines]))
         return "\n".join(found)
 
-    def clean(self) -> None:
-        """Between tests: no job, every machine on, plugged in and idle."""
-        if self.is_idle() and not self.jobs():
-            return
-        self.ask("scancel", "--user=root", "--full", "--signal=KILL")
-        self.ask("scancel", "--user=root")
-        off = [node for node in self.nodes if not self.machines.is_on(node)]
-        self.machines.plug_in(*(node for node in self.nodes if node not in off))
-        for node in off:
-            self.power_on(node)
-        self.until(lambda: not self.jobs(), "all jobs to be gone")
-        for node, state in self.states().items():
-            if state != "idle":
-                with contextlib.suppress(subprocess.CalledProcessError):  # it has become idle meanwhile
-                    self.ask("scontrol", "update", f"nodename={node}", "state=resume")
-        self.until(self.is_idle, "all nodes to be idle again")
+    def is_clean(self) -> bool:
+        """No job, every machine on and idle: as good as new."""
+        return all(map(self.machines.is_on, self.nodes)) and self.is_idle() and not self.jobs()
 
     def close(self) -> None:
         """End everything that was started; nothing is left behind."""
