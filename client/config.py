@@ -28,6 +28,7 @@ from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
 from .machine import this_machine
+from .numa import NumaPlan, NumaWish, plan_numa
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
 
@@ -70,6 +71,7 @@ class JoinOptions:
     parallel_sizes: Mapping[str, int | None] = field(default_factory=dict)
     """By field of ParallelSizes; None where the worker command is to say it."""
     fingerprint: Wishes = Wishes()
+    numa: NumaWish = NumaWish()
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class NodeConfig:
     environment: Mapping[str, str]
     working_directory: str
     runtime_dir: Path
+    numa: NumaPlan
 
 
 def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
@@ -146,6 +149,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         environment=dict(env),
         working_directory=os.getcwd(),
         runtime_dir=Path(runtime_dir(env)),
+        numa=plan_numa(options.numa, shape.workers_per_node, env),
     )
     _require_writable(options.log_dir)
     return config
