@@ -102,6 +102,23 @@ def _named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def sees_none(env: Mapping[str, str]) -> bool:
+class NodeGpus:
+    """The GPUs that workers of this node see. Asked once, since that takes seconds where the driver has to be woken."""
+
+    def __init__(self, env: Mapping[str, str], root: Path = Path("/")) -> None:
+        self._env = env
+        self._root = root
+        self._visible: tuple[Gpu, ...] | None = None
+
+    def visible(self, *, surely: bool = False) -> tuple[Gpu, ...]:
+        """In order of local rank; none where nobody could tell. `surely`: ask though there is no sign of a GPU."""
+        if self._visible is None:
+            if _sees_none(self._env) or not (surely or has_gpu(self._env, self._root)):
+                return ()
+            self._visible = visible_gpus(host_gpus(self._env) or (), self._env)
+        return self._visible
+
+
+def _sees_none(env: Mapping[str, str]) -> bool:
     """Whether the environment hides all GPUs from workers."""
     return VISIBLE in env and variable(env, VISIBLE) in {"", "-1", "none", "NoDevFiles"}

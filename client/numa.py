@@ -36,7 +36,7 @@ from nvrx.core.numa import (
 )
 from nvrx.core.topology import BadVariable
 
-from .gpu_devices import VISIBLE, Gpu, has_gpu, host_gpus, sees_none, visible_gpus
+from .gpu_devices import VISIBLE, Gpu, NodeGpus
 from .numa_sysfs import pci_local_cpus, pci_numa_node, read_machine
 
 PROBES_WITHIN_S = 10.0
@@ -91,8 +91,8 @@ class _Wanted:
     remedy: str
 
 
-def plan_numa(wish: NumaWish, workers: int, env: Mapping[str, str], root: Path = Path("/")) -> NumaPlan:
-    """Settle the bindings of `workers` workers started with `env`. Raises Failed."""
+def plan_numa(wish: NumaWish, workers: int, env: Mapping[str, str], seen: NodeGpus, root: Path = Path("/")) -> NumaPlan:
+    """Settle the bindings of `workers` workers started with `env`, who see these GPUs. Raises Failed."""
     try:
         per_numa = gpus_per_numa(env) if wish.source in {None, NumaSource.FORMULA} else None
     except BadVariable as error:
@@ -103,7 +103,7 @@ def plan_numa(wish: NumaWish, workers: int, env: Mapping[str, str], root: Path =
     if source is not NumaSource.OFF:
         _require_numactl(env, f"{GPUS_PER_NUMA}={per_numa}" if per_numa is not None else "--numa-binding gpu")
     machine = read_machine(root)
-    gpus = _gpus_of_workers(source, env, root)
+    gpus = seen.visible(surely=source is NumaSource.GPU)
     devices = tuple(_device(LocalRank(index), gpu, root) for index, gpu in enumerate(gpus[:workers]))
     notes: list[str] = []
     if source is NumaSource.GPU:
@@ -147,7 +147,8 @@ def _beside_gpus(
     if len(gpus) < workers:
         raise Failed(
             f"--numa-binding gpu puts each worker beside its GPU, but there are {workers} workers and {len(gpus)} GPUs "
-            f"that they see; correct --nproc-per-node or {VISIBLE}, or give --numa-binding formula or off",
+            f"that they see (as NVML or nvidia-smi tells, and {VISIBLE}); correct --nproc-per-node, or give "
+            "--numa-binding formula or off",
             EXIT_USAGE,
         )
     remedy = f"give --numa-binding formula with {GPUS_PER_NUMA}, or off"
@@ -178,13 +179,6 @@ def _node_beside(gpu: Gpu, machine: NumaMachine, root: Path) -> int | None:
     near = pci_local_cpus(gpu.pci_bus_id, root)
     holding = [one.number for one in nodes.values() if one.cpus & near]
     return holding[0] if len(holding) == 1 else node
-
-
-def _gpus_of_workers(source: NumaSource, env: Mapping[str, str], root: Path) -> tuple[Gpu, ...]:
-    """The GPU of each local rank, as far as they can be known. Hosts without any sign of one are not asked."""
-    if sees_none(env) or not (source is NumaSource.GPU or has_gpu(env, root)):
-        return ()
-    return visible_gpus(host_gpus(env) or (), env)
 
 
 def _device(local_rank: LocalRank, gpu: Gpu, root: Path) -> Device:

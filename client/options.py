@@ -142,7 +142,7 @@ NODE_OPTIONS = [
         show_default=True,
         help="MIN:MAX nodes: MIN train, always; up to MAX - MIN stand by.",
     ),
-    option("--nproc-per-node", default="1", show_default=True, help="Workers on this node: a number, or cpu."),
+    option("--nproc-per-node", default="1", show_default=True, help="Workers on this node: a number, gpu or cpu."),
     option("--node-id", help="Name of this node [default: SLURMD_NODENAME, else the host name]."),
     option(
         "--advertise-addr",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.client.gpu_devices import NodeGpus
 from nvrx.client.numa import NumaPlan, NumaWish, plan_numa
 from nvrx.client.numa_sysfs import pci_local_cpus, pci_name, pci_numa_node, read_machine
 from nvrx.client.numa_table import numa_lines
@@ -61,7 +62,8 @@ class Host:
         return self
 
     def plan(self, workers: int, wish: NumaWish = DEFAULT, /, **env: str) -> NumaPlan:
-        return plan_numa(wish, workers, {"PATH": f"{self.programs}:/usr/bin:/bin", **env}, self.root)
+        env = {"PATH": f"{self.programs}:/usr/bin:/bin", **env}
+        return plan_numa(wish, workers, env, NodeGpus(env, self.root), self.root)
 
     def formula(self, workers: int, per_numa: int, memory: str = "membind", **env: str) -> NumaPlan:
         return self.plan(workers, NumaWish(memory=MemoryMode(memory)), NVRX_GPUS_PER_NUMA=str(per_numa), **env)
