@@ -91,7 +91,14 @@ class _Wanted:
     remedy: str
 
 
-def plan_numa(wish: NumaWish, workers: int, env: Mapping[str, str], seen: NodeGpus, root: Path = Path("/")) -> NumaPlan:
+def plan_numa(
+    wish: NumaWish,
+    workers: int,
+    env: Mapping[str, str],
+    seen: NodeGpus,
+    root: Path = Path("/"),
+    probes_within_s: float = PROBES_WITHIN_S,
+) -> NumaPlan:
     """Settle the bindings of `workers` workers started with `env`, who see these GPUs. Raises Failed."""
     try:
         per_numa = gpus_per_numa(env) if wish.source in {None, NumaSource.FORMULA} else None
@@ -113,7 +120,7 @@ def plan_numa(wish: NumaWish, workers: int, env: Mapping[str, str], seen: NodeGp
         notes += _unlike_formula(wanted, devices, env)
     else:
         return NumaPlan(source, gpus=devices)
-    bindings = _Binder(machine, wish.memory, env).bindings(wanted)
+    bindings = _Binder(machine, wish.memory, env, probes_within_s).bindings(wanted)
     return NumaPlan(source, bindings, devices, tuple(notes))
 
 
@@ -212,11 +219,12 @@ def _unlike_formula(wanted: Sequence[_Wanted], devices: Sequence[Device], env: M
 class _Binder:
     """Makes bindings that work: asks the kernel's description first, then numactl itself, once for each node."""
 
-    def __init__(self, machine: NumaMachine, memory: MemoryMode, env: Mapping[str, str]) -> None:
+    def __init__(self, machine: NumaMachine, memory: MemoryMode, env: Mapping[str, str], within_s: float) -> None:
         self._machine = machine
         self._memory = memory
         self._env = env
-        self._deadline = time.monotonic() + PROBES_WITHIN_S
+        self._within_s = within_s
+        self._deadline = time.monotonic() + within_s
         self._tried: dict[int, Binding] = {}
 
     def bindings(self, wanted: Sequence[_Wanted]) -> tuple[Binding, ...]:
@@ -258,7 +266,7 @@ class _Binder:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise _refused(wanted, f"but numactl {options} did not answer within {PROBES_WITHIN_S:g} s") from error
+            raise _refused(wanted, f"but numactl {options} did not answer within {self._within_s:g} s") from error
         except OSError as error:
             raise _refused(wanted, f"but numactl cannot be run: {error.strerror}") from error
         if done.returncode == 0:

@@ -201,6 +201,17 @@ def test_a_numactl_that_cannot_be_run_is_an_error(host: Host) -> None:
 
 
 @pytest.mark.rule("G7")
+def test_a_numactl_that_hangs_is_given_up(host: Host) -> None:
+    (host.programs / "numactl").write_text(f"#!/bin/sh\necho $$ >{host.programs}/pid\nexec sleep 1000\n")
+    env = {"PATH": f"{host.programs}:/usr/bin:/bin", "NVRX_GPUS_PER_NUMA": "1"}
+    host.of(SMALL_VM)
+    with pytest.raises(Failed, match="numactl --cpunodebind=0 --membind=0 did not answer within 1 s"):
+        plan_numa(DEFAULT, 1, env, NodeGpus(env, host.root), host.root, probes_within_s=1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((host.programs / "pid").read_text()), 0)
+
+
+@pytest.mark.rule("G7")
 def test_numactl_is_missing(host: Host) -> None:
     """C078: the same PATH does for unbound workers."""
     (host.programs / "numactl").unlink()

@@ -71,7 +71,7 @@ def test_a_bound_worker_is_the_command_itself(cluster: Cluster) -> None:
         "--nproc-per-node",
         "2",
         command=command,
-        env={"NVRX_GPUS_PER_NUMA": " 2 ", "NVRX_NUMA_BINDING": "formula"},
+        env={"NVRX_GPUS_PER_NUMA": " 2 ", "NVRX_NUMA_BINDING": "formula", "CUDA_VISIBLE_DEVICES": "2,3"},
     )
     first, second = cluster.workers(0, 2)
     for worker in (first, second):
@@ -89,6 +89,7 @@ def test_a_bound_worker_is_the_command_itself(cluster: Cluster) -> None:
     cluster.workers(2, 2)
     assert cluster.rank_map(1).failure.signal == "SIGSEGV"
     assert len([line for line in agent.err if SAID_ONCE.search(line)]) == 1
+    assert len([line for line in agent.err if "warning" in line and "CUDA_VISIBLE_DEVICES=2,3" in line]) == 1
 
 
 @pytest.mark.rule("G7")
