@@ -22,15 +22,16 @@ from nvrx.core.ids import LocalRank
 from nvrx.core.numa import (
     GPUS_PER_NUMA,
     Binding,
+    Means,
     MemoryMode,
     NodeProblem,
     NumaMachine,
     NumaSource,
     bind,
+    binding_words,
     formula_nodes,
     gpus_per_numa,
     node_problem,
-    numactl_options,
     number_list,
     unlike_first_gpus,
 )
@@ -44,6 +45,8 @@ PROBES_WITHIN_S = 10.0
 _PROBE = (sys.executable, "-I", "-S", "-c", "import os; print(*os.sched_getaffinity(0))")
 """What is run bound to a node, to see that it runs, and on which CPUs."""
 _FORBIDDEN = ("not permitted", "denied")
+_NO_POLICY = "does not support NUMA policy"
+"""What numactl says where get_mempolicy is forbidden, since 2.0.19, and in a kernel without NUMA."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,15 @@ def _unlike_formula(wanted: Sequence[_Wanted], devices: Sequence[Device], env: M
 # ---- trying it out ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What came of a probe: the CPUs that it got; or how it failed, and its standard error."""
+
+    cpus: frozenset[int] = frozenset()
+    failed: str = ""
+    said: str = ""
+
+
 class _Binder:
     """Makes bindings that work: asks the kernel's description first, then numactl itself, once for each node."""
 
@@ -243,20 +255,25 @@ class _Binder:
         if problem is not None and problem.certain:
             raise _refused(wanted, problem)
         binding = bind(self._machine, LocalRank(0), wanted.node, self._memory)
-        got = self._probe(binding, wanted, problem)
+        outcome = self._probe(binding, wanted)
         allowed = self._machine.allowed_cpus
-        if binding.cpus and allowed is not None and not got <= allowed:
+        if _NO_POLICY in outcome.said and self._memory is MemoryMode.NONE and binding.cpus:
+            binding = dataclasses.replace(binding, means=Means.TASKSET)
+            outcome = self._probe(binding, wanted)
+        elif binding.cpus and allowed is not None and not outcome.cpus <= allowed:
             # A cpuset would have held it back; CPUs that were only given by affinity (taskset, Slurm) numactl exceeds.
-            binding = dataclasses.replace(binding, by_cpu=True)
-            self._probe(binding, wanted, problem)
+            binding = dataclasses.replace(binding, means=Means.CPUS)
+            outcome = self._probe(binding, wanted)
+        if outcome.failed:
+            raise _refused(wanted, self._why(outcome, binding, problem))
         return binding
 
-    def _probe(self, binding: Binding, wanted: _Wanted, problem: NodeProblem | None) -> frozenset[int]:
-        """Run something bound like this; the CPUs that it got. Raises Failed with the cause."""
-        options = " ".join(numactl_options(binding))
+    def _probe(self, binding: Binding, wanted: _Wanted) -> _Outcome:
+        """Run something bound like this. Raises Failed where it cannot be run at all."""
+        words = binding_words(binding)
         try:
             done = subprocess.run(
-                ["numactl", *numactl_options(binding), *_PROBE],
+                [*words, *_PROBE],
                 env=dict(self._env),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -266,19 +283,25 @@ class _Binder:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise _refused(wanted, f"but numactl {options} did not answer within {self._within_s:g} s") from error
+            raise _refused(wanted, f"but {' '.join(words)} did not answer within {self._within_s:g} s") from error
         except OSError as error:
-            raise _refused(wanted, f"but numactl cannot be run: {error.strerror}") from error
-        if done.returncode == 0:
-            return frozenset(int(one) for one in done.stdout.split() if one.isdecimal())
-        said = next((line.strip() for line in done.stderr.splitlines() if line.strip()), "nothing said")
-        if any(one in done.stderr for one in _FORBIDDEN):
-            raise _refused(wanted, _forbidden(options, said, self._memory))
-        raise _refused(wanted, problem or f"but numactl {options} fails (exit {done.returncode}: {said})")
+            raise _refused(wanted, f"but {words[0]} cannot be run: {error.strerror}") from error
+        if done.returncode != 0:
+            return _Outcome(failed=f"exit {done.returncode}", said=done.stderr)
+        return _Outcome(cpus=frozenset(int(one) for one in done.stdout.split() if one.isdecimal()))
+
+    def _why(self, outcome: _Outcome, binding: Binding, problem: NodeProblem | None) -> NodeProblem:
+        """The cause of a failed probe: what the system calls said, else the kernel's description, else numactl."""
+        said = next((line.strip() for line in outcome.said.splitlines() if line.strip()), "nothing said")
+        words = " ".join(binding_words(binding))
+        hidden = _NO_POLICY in outcome.said and self._machine.nodes is not None
+        if hidden or any(one in outcome.said for one in _FORBIDDEN):
+            return _forbidden(words, said, self._memory)
+        return problem or NodeProblem(f"but {words} fails ({outcome.failed}: {said})", "")
 
 
-def _forbidden(options: str, said: str, memory: MemoryMode) -> NodeProblem:
-    what = f"but numactl {options} is forbidden here ({said})"
+def _forbidden(words: str, said: str, memory: MemoryMode) -> NodeProblem:
+    what = f"but {words} is forbidden here ({said})"
     if memory is MemoryMode.NONE:
         return NodeProblem(what, "")
     return NodeProblem(

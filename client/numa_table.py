@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nvrx.core.facts import Device
-from nvrx.core.numa import Binding, numactl_options, number_list
+from nvrx.core.numa import Binding, binding_words, number_list
 
 from .numa import NumaPlan
 
-_COLUMNS = ("local rank", "GPU", "its node", "bound to", "CPUs", "numactl")
+_COLUMNS = ("local rank", "GPU", "its node", "bound to", "CPUs", "by")
 _INDENT = " " * 10
 
 
@@ -37,4 +37,4 @@ def _row(local_rank: int, gpu: Device | None, binding: Binding | None) -> tuple[
     if binding is None:
         return (str(local_rank), name, node, "-", "-", "-")
     cpus = number_list(binding.cpus) if binding.cpus else "?"
-    return (str(local_rank), name, node, f"node {binding.node}", cpus, " ".join(numactl_options(binding)))
+    return (str(local_rank), name, node, f"node {binding.node}", cpus, " ".join(binding_words(binding)))

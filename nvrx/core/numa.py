@@ -38,6 +38,19 @@ class MemoryMode(enum.Enum):
     """Nothing is said; only the processors are bound."""
 
 
+class Means(enum.Enum):
+    """How a worker is held on its node."""
+
+    NODE = "node"
+    """numactl, by the node's number."""
+    CPUS = "cpus"
+    """numactl, by the CPUs one by one, where the number would not do: numactl refuses a node without memory, and would
+    take CPUs that this process was not given."""
+    TASKSET = "taskset"
+    """taskset, by the CPUs, where memory is not bound and numactl refuses to work at all: since 2.0.19 it does so
+    wherever get_mempolicy is forbidden, as in most containers."""
+
+
 @dataclass(frozen=True)
 class NumaNode:
     """A node as the kernel describes it. `cpus`: those online."""
@@ -75,18 +88,16 @@ class NumaMachine:
 
 @dataclass(frozen=True)
 class Binding:
-    """What one worker is bound to, as data: numactl's options come from it, and whatever else starts workers.
+    """What one worker is bound to, as data: what numactl is told comes from it, and whatever else starts workers.
 
     `cpus`: those of the node that this process may run on; empty where the kernel does not show them.
-    `by_cpu`: the CPUs are to be named one by one, because the node's number would not do: numactl refuses a node
-    without memory, and would take CPUs that this process was not given.
     """
 
     local_rank: LocalRank
     node: int
     cpus: tuple[int, ...]
     memory: MemoryMode = MemoryMode.MEMBIND
-    by_cpu: bool = False
+    means: Means = Means.NODE
 
 
 @dataclass(frozen=True)
@@ -166,30 +177,32 @@ def _memory_problem(machine: NumaMachine, node: NumaNode, here: str) -> NodeProb
 def bind(machine: NumaMachine, local_rank: LocalRank, node: int, memory: MemoryMode) -> Binding:
     """The binding of a worker to a node without a problem."""
     known = machine.nodes is not None and node in machine.nodes
-    by_cpu = known and not machine.memory_is_usable(node)
-    return Binding(local_rank, node, tuple(sorted(machine.usable_cpus(node))), memory, by_cpu)
+    means = Means.CPUS if known and not machine.memory_is_usable(node) else Means.NODE
+    return Binding(local_rank, node, tuple(sorted(machine.usable_cpus(node))), memory, means)
 
 
-def numactl_options(binding: Binding) -> tuple[str, ...]:
-    """How numactl is told."""
-    cpus = f"--physcpubind={number_list(binding.cpus)}" if binding.by_cpu else f"--cpunodebind={binding.node}"
-    match binding.memory:
-        case MemoryMode.MEMBIND:
-            return (cpus, f"--membind={binding.node}")
-        case MemoryMode.LOCAL:
-            return (cpus, "--localalloc")
-        case MemoryMode.NONE:
-            return (cpus,)
+def binding_words(binding: Binding) -> tuple[str, ...]:
+    """What stands before the command: a program that becomes it, and its options."""
+    cpus = number_list(binding.cpus)
+    if binding.means is Means.TASKSET:
+        return ("taskset", "-c", cpus)
+    where = f"--physcpubind={cpus}" if binding.means is Means.CPUS else f"--cpunodebind={binding.node}"
+    memory = {
+        MemoryMode.MEMBIND: (f"--membind={binding.node}",),
+        MemoryMode.LOCAL: ("--localalloc",),
+        MemoryMode.NONE: (),
+    }
+    return ("numactl", where, *memory[binding.memory])
 
 
 def wrapped(command: Sequence[str], binding: Binding) -> tuple[str, ...]:
     """The command behind numactl, which becomes it: pid, signals and exit code are the command's own (rule G7).
 
-    numactl's scan for options ends at the first word that is none, so the command's own arguments are safe; only one
-    whose name begins with a dash has to be told apart.
+    The scan for options of numactl, and of taskset, ends at the first word that is none, so the command's own arguments
+    are safe; only from numactl one whose name begins with a dash has to be told apart.
     """
-    apart = ("--",) if command[0].startswith("-") else ()
-    return ("numactl", *numactl_options(binding), *apart, *command)
+    apart = ("--",) if command[0].startswith("-") and binding.means is not Means.TASKSET else ()
+    return (*binding_words(binding), *apart, *command)
 
 
 def unlike_first_gpus(env: Mapping[str, str]) -> str | None:

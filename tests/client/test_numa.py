@@ -20,7 +20,7 @@ from nvrx.client.numa_table import numa_lines
 from nvrx.commandline import EXIT_USAGE, Failed
 from nvrx.core.facts import Device
 from nvrx.core.ids import LocalRank
-from nvrx.core.numa import MemoryMode, NumaSource, numactl_options
+from nvrx.core.numa import MemoryMode, NumaSource, binding_words
 from tests.numa_machines import (
     AC922,
     CLOUD_VM,
@@ -112,8 +112,8 @@ def test_the_formula_on_machines(host: Host, layout: Layout, workers: int, per_n
     """C077, C084, C086: what the variable promises, whatever the order of GPUs."""
     plan = host.of(layout).formula(workers, per_numa)
     assert nodes(plan) == expected
-    assert [numactl_options(one) for one in plan.bindings] == [
-        (f"--cpunodebind={n}", f"--membind={n}") for n in expected
+    assert [binding_words(one) for one in plan.bindings] == [
+        ("numactl", f"--cpunodebind={n}", f"--membind={n}") for n in expected
     ]
     # Each node was tried once.
     assert [line.split(" /")[0] for line in host.numactl.asked()] == [
@@ -249,10 +249,13 @@ def test_memory_modes(host: Host) -> None:
     host.of(EPYC_7401)
     for memory, more in (("local", ("--localalloc",)), ("none", ())):
         first, second = host.formula(2, 1, memory).bindings
-        assert numactl_options(first) == ("--physcpubind=0,8,16,24,32,40,48,56,64,72,80,88", *more)
-        assert numactl_options(second) == ("--cpunodebind=1", *more)
+        assert binding_words(first) == ("numactl", "--physcpubind=0,8,16,24,32,40,48,56,64,72,80,88", *more)
+        assert binding_words(second) == ("numactl", "--cpunodebind=1", *more)
     host.of(TWO_SOCKETS, mems="0")
-    assert numactl_options(host.formula(8, 4, "none").bindings[7]) == ("--physcpubind=56-111,168-223",)
+    assert binding_words(host.formula(8, 4, "none").bindings[7]) == (
+        "numactl",
+        "--physcpubind=56-111,168-223",
+    )
 
 
 @pytest.mark.rule("G7")
@@ -262,7 +265,7 @@ def test_cpus_beyond_those_given_are_not_asked_for(host: Host) -> None:
     layout = Layout({0: (f"0-{beyond + 7}", 1000)})
     (binding,) = host.of(layout, cpus=f"{beyond}-{beyond + 3}").formula(1, 1).bindings
     assert binding.cpus == tuple(range(beyond, beyond + 4))
-    assert numactl_options(binding) == (f"--physcpubind={beyond}-{beyond + 3}", "--membind=0")
+    assert binding_words(binding) == ("numactl", f"--physcpubind={beyond}-{beyond + 3}", "--membind=0")
     assert f"--physcpubind={beyond}-{beyond + 3} --membind=0 " in host.numactl.asked()[-1]
 
 
@@ -373,14 +376,14 @@ def test_the_table_of_check(host: Host) -> None:
     lines = [*numa_lines(plan)]
     assert lines[:4] == [
         "numa      workers bound by formula",
-        "          local rank  GPU           its node  bound to  CPUs           numactl",
-        "          0           0000:10:00.0  3         node 0    0-15,128-143   --cpunodebind=0 --membind=0",
+        "          local rank  GPU           its node  bound to  CPUs           by",
+        "          0           0000:10:00.0  3         node 0    0-15,128-143   numactl --cpunodebind=0 --membind=0",
         "          1           0000:11:00.0  3         node 1    16-31,144-159  --cpunodebind=1 --membind=1",
     ]
     assert lines[4].startswith("warning   NVRX_GPUS_PER_NUMA binds 2 of 2 workers to another NUMA node")
     assert [*numa_lines(host.plan(1))] == [
         "numa      (workers not bound)",
-        "          local rank  GPU           its node  bound to  CPUs  numactl",
+        "          local rank  GPU           its node  bound to  CPUs  by",
         "          0           0000:10:00.0  3         -         -     -",
     ]
     assert [*numa_lines(NumaPlan())] == ["numa      (workers not bound)"]

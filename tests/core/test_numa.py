@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,15 +11,16 @@ from hypothesis import strategies as st
 from nvrx.core.ids import LocalRank
 from nvrx.core.numa import (
     Binding,
+    Means,
     MemoryMode,
     NumaMachine,
     NumaNode,
     bind,
+    binding_words,
     describe_bindings,
     formula_nodes,
     gpus_per_numa,
     node_problem,
-    numactl_options,
     number_list,
     parse_number_list,
     unlike_first_gpus,
@@ -128,7 +131,7 @@ def test_without_its_memory_a_node_is_bound_by_its_cpus(described: NumaMachine, 
     """numactl -N refuses a node without memory that the process may use."""
     assert node_problem(described, 0, memory) is None
     binding = bind(described, LocalRank(0), 0, memory)
-    assert numactl_options(binding)[0] == "--physcpubind=0-1"
+    assert binding_words(binding)[1] == "--physcpubind=0-1"
 
 
 @pytest.mark.rule("G7")
@@ -144,7 +147,7 @@ def test_how_numactl_is_told(memory: MemoryMode, options: tuple[str, ...]) -> No
     assert node_problem(TWO, 1, memory) is None
     binding = bind(TWO, LocalRank(3), 1, memory)
     assert binding == Binding(LocalRank(3), 1, (2, 3), memory)
-    assert numactl_options(binding) == options
+    assert binding_words(binding) == ("numactl", *options)
 
 
 @pytest.mark.rule("G7")
@@ -153,6 +156,8 @@ def test_the_command_stays_as_it_is_behind_numactl() -> None:
     binding = bind(TWO, LocalRank(0), 0, MemoryMode.MEMBIND)
     command = ("python", "-c", "", "--membind=9", "--", "-h", "a b")
     assert wrapped(command, binding) == ("numactl", "--cpunodebind=0", "--membind=0", *command)
+    held = dataclasses.replace(binding, memory=MemoryMode.NONE, means=Means.TASKSET)
+    assert wrapped(("-x", "-h"), held) == ("taskset", "-c", "0-1", "-x", "-h")
     assert wrapped(("-x", "-h"), binding) == ("numactl", "--cpunodebind=0", "--membind=0", "--", "-x", "-h")
 
 

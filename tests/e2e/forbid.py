@@ -1,6 +1,7 @@
 """A program: runs another where the kernel forbids some system calls, as a container's seccomp profile does.
 
-`python -m tests.e2e.forbid set_mempolicy,get_mempolicy COMMAND...`: they fail with EPERM, for all that it starts, too.
+`python -m tests.e2e.forbid set_mempolicy,get_mempolicy=ENOSYS COMMAND...`: they fail with EPERM, or as is said, for all
+that it starts, too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class _Filter(ctypes.Structure):
 
 
 def forbid(names: list[str]) -> None:
-    """From now on these system calls of this process fail with EPERM."""
+    """From now on these system calls of this process fail."""
     numbers = _NUMBERS[platform.machine()]
     code = [struct.pack("HBBI", _LOAD, 0, 0, 0)]
-    for name in names:
+    for one in names:
+        name, _, how = one.partition("=")
         code.append(struct.pack("HBBI", _JUMP_IF_EQUAL, 0, 1, numbers[name]))
-        code.append(struct.pack("HBBI", _RETURN, 0, 0, _ERRNO | errno.EPERM))
+        code.append(struct.pack("HBBI", _RETURN, 0, 0, _ERRNO | getattr(errno, how or "EPERM")))
     code.append(struct.pack("HBBI", _RETURN, 0, 0, _ALLOW))
     instructions = ctypes.create_string_buffer(b"".join(code))
     program = _Filter(len(code), ctypes.addressof(instructions))

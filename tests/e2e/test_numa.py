@@ -21,7 +21,7 @@ from tests.numa_machines import (
     write_nodes,
 )
 
-from .cluster import Cluster, supervisor_of, worker_script
+from .cluster import OBEY, Cluster, supervisor_of, worker_script
 from .hall import Worker
 from .programs import Program
 from .test_command_line import NOWHERE, refused
@@ -161,6 +161,26 @@ def test_where_set_mempolicy_is_forbidden_the_options_that_help_are_named(cluste
     assert cluster.facts == []
     cluster.join("n0", "--numa-memory", "none", env=bound, wrapped=forbidding)
     assert cluster.worker("n0").env["NVRX_GPUS_PER_NUMA"] == "4"
+
+
+@pytest.mark.rule("G7")
+def test_where_numactl_does_not_work_at_all_cpus_are_bound_by_taskset(cluster: Cluster) -> None:
+    """C082: from 2.0.19 on numactl takes EPERM from get_mempolicy for a kernel without NUMA, as older ones take ENOSYS."""
+    cluster.serve()
+    forbidding = (sys.executable, "-m", "tests.e2e.forbid", "set_mempolicy,get_mempolicy=ENOSYS,mbind")
+    bound = {"NVRX_GPUS_PER_NUMA": "1"}
+    agent = cluster.join("n0", env=bound, wrapped=forbidding)
+    agent.ended()
+    refused(agent, "does not support NUMA policy", "CAP_SYS_NICE", "--numa-memory none")
+    given = CPUS[-1]
+    inside = ("taskset", "-c", str(given), *forbidding)
+    cluster.join("n0", "--numa-memory", "none", env=bound, wrapped=inside)
+    worker = cluster.worker("n0")
+    assert status(worker.pid, "Cpus_allowed_list") == str(given)
+    assert cmdline(worker.pid) == [*OBEY]
+    worker.tell("_exit", code=37)
+    cluster.workers(1, 1)
+    assert cluster.rank_map(0).failure.exit_code == 37
 
 
 @pytest.mark.rule("G7")
