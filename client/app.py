@@ -22,6 +22,7 @@ from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo, WorkerExit
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, global_rank
+from nvrx.core.numa import describe_bindings
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Refused
@@ -105,6 +106,7 @@ class NodeAgent:
         self._signalled = asyncio.Event()
         self._waiting: asyncio.TimerHandle | None = None
         self._stopping_supervisor = False
+        self._bindings_said = False
 
     # ---- the run of it ------------------------------------------------------------------------------------
 
@@ -216,6 +218,7 @@ class NodeAgent:
                 array_rank=config.array_rank,
                 replacement_group_id=group.group_id if group is not None else None,
                 domain_id=config.surroundings.domain_id,
+                devices=config.numa.devices,
                 stop_grace_s=config.options.stop_grace_s,
                 restart_count=config.restart_count,
                 last_cycle=self._agent.cycle,
@@ -432,10 +435,17 @@ class NodeAgent:
         failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
         return worker_specs(self._config, life.files, place, given, failed)
 
+    def _say_bindings(self) -> None:
+        """Once: they are the same in each cycle."""
+        if self._config.numa.bindings and not self._bindings_said:
+            log.info("NUMA: %s", describe_bindings(self._config.numa.bindings))
+            self._bindings_said = True
+
     async def _spawn(self, life: _Life, given: Assignment) -> None:
         try:
             specs = self._specs(life, given)
             log.info("%s; output in %s", describe_place(given), life.files.cycle(given.cycle))
+            self._say_bindings()
             await self._link.spawn(given.cycle, specs)
         except (SpawnRefused, OSError) as error:
             log.warning("the workers of cycle %d were not started: %s", given.cycle, error)
@@ -457,6 +467,8 @@ def _unusual(event: Exited) -> str:
 
 async def run_node(config: NodeConfig, version: str) -> int:
     """Run an agent in this process; its exit code. Raises Failed."""
+    for note in config.numa.notes:
+        log.warning("%s", note)
     identity = Identity(config.run_id, config.node_id, uuid.uuid4().hex)
     where = ",".join(str(one) for one in config.options.coordinators)
     key = hashlib.sha256(f"{where}\0{config.run_id}\0{config.node_id}".encode()).hexdigest()[:32]

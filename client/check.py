@@ -11,6 +11,7 @@ from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 
 from .config import NodeConfig, Surroundings
 from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S
+from .numa_table import numa_lines
 
 
 async def check_node(config: NodeConfig) -> int:
@@ -27,6 +28,8 @@ async def check_node(config: NodeConfig) -> int:
     print(f"group     {_group(around)}")
     print(f"domain    {around.domain_id or '(not asked for)'}")
     print(f"compared  {', '.join(sorted(shape.fingerprint)) or '(nothing)'}")
+    for line in numa_lines(config.numa):
+        print(line)
     print(f"command   {' '.join(config.argv)}")
     print(f"logs      {config.options.log_dir}")
     reached = False

@@ -35,6 +35,7 @@ from nvrx.commandline import (
     token_in,
 )
 from nvrx.core.fingerprint import Wishes
+from nvrx.core.numa import MemoryMode, NumaSource
 from nvrx.core.shape import (
     RestartBudget,
 )
@@ -44,6 +45,7 @@ from .app import run_node
 from .check import check_node
 from .config import JoinOptions, resolve
 from .local_coordinator import with_local_coordinator
+from .numa import NumaWish
 from .options import NODE_OPTIONS, SIZE_OF
 
 log = logging.getLogger("nvrx.node")
@@ -181,7 +183,12 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         rank_policy=given["rank_policy"],
         parallel_sizes={name: given[name] for name in SIZE_OF},
         fingerprint=Wishes(given["same_env"], given["ignore_env"], given["no_env_check"]),
+        numa=_numa_wish(given["numa_binding"], given["numa_memory"]),
     )
+
+
+def _numa_wish(source: str | None, memory: str) -> NumaWish:
+    return NumaWish(NumaSource(source) if source is not None else None, MemoryMode(memory))
 
 
 def _restart_budget(text: str | None) -> RestartBudget | None:

@@ -28,7 +28,9 @@ from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
+from .gpu_devices import VISIBLE, NodeGpus
 from .machine import this_machine
+from .numa import NumaPlan, NumaWish, plan_numa
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
 
@@ -72,6 +74,7 @@ class JoinOptions:
     parallel_sizes: Mapping[str, int | None] = field(default_factory=dict)
     """By field of ParallelSizes; None where the worker command is to say it."""
     fingerprint: Wishes = Wishes()
+    numa: NumaWish = NumaWish()
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class NodeConfig:
     environment: Mapping[str, str]
     working_directory: str
     runtime_dir: Path
+    numa: NumaPlan
 
 
 def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
@@ -121,7 +125,8 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         surroundings = _surroundings(options, env)
     except BadVariable as error:
         raise Failed(str(error), EXIT_USAGE) from error
-    shape = _shape(options, env, node_id, surroundings)
+    gpus = NodeGpus(env)
+    shape = _shape(options, env, node_id, surroundings, gpus)
     config = NodeConfig(
         options=options,
         run_id=run_id,
@@ -148,6 +153,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         environment=dict(env),
         working_directory=os.getcwd(),
         runtime_dir=Path(runtime_dir(env)),
+        numa=plan_numa(options.numa, shape.workers_per_node, env, gpus),
     )
     _require_writable(options.log_dir, "--log-dir")
     if options.cycle_info_dir is not None:
@@ -184,13 +190,13 @@ def _refuse_launch(options: JoinOptions, env: Mapping[str, str]) -> None:
         raise Failed(problem, EXIT_USAGE)
 
 
-def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str, around: Surroundings) -> Shape:
+def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str, around: Surroundings, gpus: NodeGpus) -> Shape:
     """The shape that this node expects of the run (rules A2, A5-A7)."""
     wishes = options.fingerprint
     shape = Shape(
         options.nnodes.min_nodes,
         options.nnodes.max_nodes,
-        _workers_per_node(options.nproc_per_node),
+        _workers_per_node(options.nproc_per_node, gpus),
         options.checkpoint_path,
         fingerprint(options.command, env, this_machine(options.command, env, node_id), wishes),
         parallel=parallel_sizes(options.parallel_sizes, options.command),
@@ -221,11 +227,20 @@ def _domain_id(env: Mapping[str, str]) -> DomainId:
     return domain_id(env, None if variable(env, DOMAIN_VARIABLE) else gpu.cluster_uuid(env))
 
 
-def _workers_per_node(text: str) -> int:
+def _workers_per_node(text: str, gpus: NodeGpus) -> int:
     if text == "cpu":
         return len(os.sched_getaffinity(0))
+    if text == "gpu":
+        seen = gpus.visible(surely=True)
+        if not seen:
+            raise Failed(
+                f"--nproc-per-node gpu: workers see no GPU here (as NVML or nvidia-smi tells, and {VISIBLE}); give a "
+                "number",
+                EXIT_USAGE,
+            )
+        return len(seen)
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise Failed(f"--nproc-per-node {text!a} is not a number from 1 up, nor cpu", EXIT_USAGE)
+        raise Failed(f"--nproc-per-node {text!a} is not a number from 1 up, nor gpu, nor cpu", EXIT_USAGE)
     return int(text)
 
 

@@ -29,7 +29,7 @@ SECTION_INDENT, FIELD_INDENT = 4, 8
 log = logging.getLogger("nvrx.node")
 
 
-class _Hangs(Exception):
+class Hangs(Exception):
     """A program gave no answer in time; the message is its name."""
 
 
@@ -42,7 +42,7 @@ def cluster_uuid(env: Mapping[str, str], answers_within_s: float = ANSWERS_WITHI
         clusters = _through_nvml(env, answers_within_s)
         if clusters is None:
             clusters = _through_nvidia_smi(env, answers_within_s)
-    except _Hangs as error:
+    except Hangs as error:
         log.warning(
             "%s did not answer within %g s: this node's NVLink cluster is not known; set %s, or look at the GPU driver",
             *(error, answers_within_s, DOMAIN_VARIABLE),
@@ -70,14 +70,14 @@ def _through_nvml(env: Mapping[str, str], within_s: float) -> dict[str, str | No
         return None
     # The path that finds our modules and pynvml here finds them there.
     there = {**env, "PYTHONPATH": os.pathsep.join(sys.path)}
-    told = _answer([sys.executable, "-m", "nvrx.client.nvml_fabric"], there, "NVML", within_s)
+    told = answer([sys.executable, "-m", "nvrx.client.nvml_fabric"], there, "NVML", within_s)
     return None if told is None else {gpu: _uuid(text) for gpu, text in map(str.split, told.splitlines())}
 
 
 def _through_nvidia_smi(env: Mapping[str, str], within_s: float) -> dict[str, str | None] | None:
     """The same from `nvidia-smi -q`; None where there is none, or it fails."""
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
-    told = _answer([program, "-q"], env, "nvidia-smi -q", within_s) if program is not None else None
+    told = answer([program, "-q"], env, "nvidia-smi -q", within_s) if program is not None else None
     return None if told is None else _parse_nvidia_smi(told)
 
 
@@ -115,8 +115,8 @@ def _uuid(text: str) -> str | None:
     return str(found) if found.int else None
 
 
-def _answer(argv: Sequence[str], env: Mapping[str, str], name: str, within_s: float) -> str | None:
-    """What a program prints; None where it fails. Raises _Hangs."""
+def answer(argv: Sequence[str], env: Mapping[str, str], name: str, within_s: float) -> str | None:
+    """What a program prints; None where it fails. Raises Hangs."""
     try:
         process = subprocess.Popen(
             argv,
@@ -138,7 +138,7 @@ def _answer(argv: Sequence[str], env: Mapping[str, str], name: str, within_s: fl
         # Not for ever: what is stuck in the driver survives SIGKILL.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=ENDS_WITHIN_S)
-        raise _Hangs(name) from error
+        raise Hangs(name) from error
     if process.returncode != 0:
         said = (complaint or told).strip().splitlines()
         log.info("%s: exit code %d: %s", name, process.returncode, said[-1] if said else "(nothing said)")

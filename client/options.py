@@ -9,6 +9,7 @@ import click
 from nvrx.commandline import EndpointsType, NnodesType, Seconds, option
 from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
+from nvrx.core.numa import GPUS_PER_NUMA, MemoryMode, NumaSource
 from nvrx.core.parallel import MAX_SIZE
 from nvrx.core.shape import (
     DEFAULT_JOIN_TIMEOUT_S,
@@ -96,6 +97,19 @@ _WORKERS = [
         show_default=True,
         help="Time between SIGTERM and SIGKILL for workers.",
     ),
+    option(
+        "--numa-binding",
+        type=click.Choice([one.value for one in NumaSource]),
+        help="Bind each worker to the NUMA node local rank // NVRX_GPUS_PER_NUMA, or to its GPU's "
+        f"[default: formula where {GPUS_PER_NUMA} is set].",
+    ),
+    option(
+        "--numa-memory",
+        type=click.Choice([one.value for one in MemoryMode]),
+        default=MemoryMode.MEMBIND.value,
+        show_default=True,
+        help="Memory of a bound worker: of its node only, of its node first, or as the kernel likes (CPUs only).",
+    ),
 ]
 
 _LOGS = [
@@ -133,7 +147,7 @@ NODE_OPTIONS = [
         show_default=True,
         help="MIN:MAX nodes: MIN train, always; up to MAX - MIN stand by.",
     ),
-    option("--nproc-per-node", default="1", show_default=True, help="Workers on this node: a number, or cpu."),
+    option("--nproc-per-node", default="1", show_default=True, help="Workers on this node: a number, gpu or cpu."),
     option("--node-id", help="Name of this node [default: SLURMD_NODENAME, else the host name]."),
     option(
         "--advertise-addr",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 from nvrx.core.ids import CycleNumber, LocalRank, global_rank
+from nvrx.core.numa import wrapped
 from nvrx.core.ranks import Assignment
 
 from .config import NodeConfig
@@ -30,7 +34,7 @@ def worker_specs(
         specs.append(
             WorkerSpec(
                 local_rank=index,
-                argv=config.argv,
+                argv=_argv(config, local_rank),
                 env=worker_environment(config.environment, place, given, local_rank, paths),
                 cwd=config.working_directory,
                 stdout_path=str(files.output(given.cycle, rank, "out")),
@@ -38,6 +42,16 @@ def worker_specs(
             )
         )
     return specs
+
+
+def _argv(config: NodeConfig, local_rank: LocalRank) -> tuple[str, ...]:
+    """The command, behind numactl where this worker is bound (rule G7).
+
+    A program that has gone meanwhile is left to the supervisor, which says `not found` where numactl would exit with 1.
+    """
+    binding = config.numa.binding(local_rank)
+    is_there = shutil.which(config.argv[0], path=config.environment.get("PATH", os.defpath)) is not None
+    return wrapped(config.argv, binding) if binding is not None and is_there else config.argv
 
 
 def describe_place(given: Assignment) -> str:

@@ -313,11 +313,14 @@ def lookup(viewer: Viewer, output: str, rank: int | None, gpu: str | None, node:
             str(one.group_rank),
             one.address,
             one.device.uuid,
+            one.device.pci_bus_id,
+            str(one.device.numa_node) if one.device.HasField("numa_node") else "",
             _name(common_pb2.CycleState, one.state, "CYCLE_STATE_"),
         ]
         for one in found
     ]
-    _print_table("", ["cycle", "rank", "node", "local rank", "group rank", "address", "GPU", "state"], rows)
+    columns = ["cycle", "rank", "node", "local rank", "group rank", "address", "GPU", "PCI address", "NUMA", "state"]
+    _print_table("", columns, rows)
 
 
 @click.command(epilog="Example: nvrx-coord events --follow")

@@ -598,7 +598,7 @@ global___Settings = Settings
 
 @typing.final
 class Device(google.protobuf.message.Message):
-    """Describes the device of one worker."""
+    """Describes the device of one worker, and where the worker runs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -611,9 +611,9 @@ class Device(google.protobuf.message.Message):
     uuid: builtins.str
     """UUID of the GPU; empty when not known."""
     pci_bus_id: builtins.str
-    """PCI address of the GPU; empty when not known."""
+    """PCI address of the GPU as Linux names it, such as 0000:18:00.0; empty when not known."""
     numa_node: builtins.int
-    """NUMA node of the device; absent when not known."""
+    """NUMA node of the device, else the one that the worker is bound to; absent when neither is known."""
     def __init__(
         self,
         *,

@@ -187,7 +187,8 @@ def test_the_agent_asks_only_where_it_has_to(tmp_path: Path, env: dict[str, str]
     def checked(*options: str, **more: str) -> tuple[str, bool]:
         asked = tmp_path / "asked"
         asked.unlink(missing_ok=True)
-        nvidia_smi(tmp_path, f"touch {asked}; exec cat {tmp_path}/told")
+        # Which GPUs there are is asked in any case, for rank maps; their clusters, with -q, are not.
+        nvidia_smi(tmp_path, f'test "$*" = -q || exit 6; touch {asked}; exec cat {tmp_path}/told')
         done = subprocess.run(
             [sys.executable, "-m", "nvrx.client.cli", "check", "--coordinator", "127.0.0.1:9", *log_dir, *options],
             env={**env, "PYTHONPATH": path, "HOME": str(tmp_path), **more},

@@ -71,6 +71,10 @@ def nvmlDeviceGetHandleByIndex(index: int) -> list[str]:
     return os.environ["FAKE_NVML"].split(";")[index].split()
 
 
+def nvmlDeviceGetUUID(device: list[str]) -> bytes:
+    return f"GPU-{device[0]}".encode()
+
+
 def nvmlDeviceGetPciInfo(device: list[str]) -> _PciInfo:
     return _PciInfo(device[0].encode())
 
