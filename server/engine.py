@@ -25,7 +25,7 @@ from nvrx.core.presence import HostedStores, Presence, StoreMode, Timing, Word
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Run, evolve
-from nvrx.core.world import Wait, describe_recovery, next_world, world_chosen
+from nvrx.core.world import Wait, describe_recovery, describe_silence, next_world, world_chosen
 
 from .journals import Journal, Row
 
@@ -382,7 +382,11 @@ class Engine:
             facts.append(opened)
         run = work.runs.get(run_id, hosted.run)
         now = self.now(hosted)
-        facts += decide(run, hosted.presence, command, now)
+        try:
+            facts += decide(run, hosted.presence, command, now)
+        finally:
+            if isinstance(command, Join):  # also one that is refused
+                hosted.presence.somebody_spoke(now)
         if run_id not in self.runs:
             work.opening[run_id] = hosted
         time = self._wall()
@@ -459,6 +463,8 @@ class Engine:
         waiting = ""
         if run.is_open and hosted.presence.is_recovering(self.now(hosted)):
             waiting = describe_recovery(hosted.presence)
+        elif run.is_open and (silence := describe_silence(run, hosted.presence, self.now(hosted))):
+            waiting = silence
         elif run.is_open and (run.cycle is None or not run.cycle.is_live):
             found = next_world(run, hosted.presence, self.now(hosted))
             waiting = found.reason if isinstance(found, Wait) else ""

@@ -66,7 +66,7 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
         return wait
     found = place_world(run, presence, now)
     if isinstance(found, Shortage):
-        return _short(run, found, now)
+        return _short(run, presence, found, now)
     wait = _last_call(run, presence, now) or _wait_for_leaving(run, presence, found, now)
     if wait is not None:
         return wait
@@ -219,9 +219,40 @@ def stopping_within(stop_grace_s: float) -> float:
     return grace_s + STOPPING_MARGIN_S
 
 
+def describe_silence(run: Run, presence: Presence, now: float) -> str:
+    """Why nobody is judged though leases are over; empty where that is not so."""
+    until = withheld_until(run, presence, now)
+    over = [one for one in presence.nodes.values() if now >= one.lease_until]
+    if until is None or not over:
+        return ""
+    return (
+        f"none of {len(presence.nodes)} nodes is heard, so the coordinator may be cut off itself: nobody is declared "
+        f"lost before one is heard again, or {run.settings.join_timeout_s:g} s are over (join_timeout)"
+    )
+
+
 def describe_recovery(presence: Presence) -> str:
     """Who may still come back after a restart of the coordinator, unjudged (rule E5)."""
     return f"the coordinator restarted; {list_names(sorted(map(str, presence.returning)))} may still come back"
+
+
+def withheld_until(run: Run, presence: Presence, now: float) -> float | None:
+    """E1: until when nobody is judged, because the coordinator hears nobody at all; None where it judges.
+
+    It is as likely cut off itself: of several nodes that fall silent together none may be gone. Where each of them has
+    hung up there is nothing to be in doubt about. At the longest until the run gives up (D9).
+    """
+    if not presence.hears_nobody(now):
+        return None
+    members = [
+        node
+        for one in run.live_members()
+        if (node := presence.nodes.get(one.info.node_id)) is not None and node.incarnation == one.info.incarnation
+    ]
+    if len(members) < 2 or all(node.hung_up for node in members):
+        return None
+    until = max(node.lease_until for node in members) + run.settings.join_timeout_s
+    return until if now < until else None
 
 
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
@@ -259,7 +290,7 @@ def _key(member: Member, source: OrderSource) -> OrderKey:
     return order_key(source, member.info.order_sources.get(source), member.info.node_id)
 
 
-def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
+def _short(run: Run, presence: Presence, shortage: Shortage, now: float) -> NextWorld:
     """D9: wait for nodes, and in the end fail with the count and the names."""
     there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
     source = run.order_source or settle_source([one.info.order_sources for one in there])
@@ -273,7 +304,11 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
         return Wait(reason)
     ended_at = run.cycle.ended_at if run.cycle is not None else None
     # a cycle may outlive its members, once they had finished: nobody has waited for nodes while it ran
-    gives_up_at = max(run.short_since, ended_at or 0.0) + run.settings.join_timeout_s
+    since = max(run.short_since, ended_at or 0.0)
+    if presence.nodes and presence.hears_nobody(now):
+        # of a world in which nobody is heard nobody knows whether it still works: it counts as gone
+        since = min(since, presence.last_lease_until)
+    gives_up_at = since + run.settings.join_timeout_s
     if now < gives_up_at:
         return Wait(reason, None, gives_up_at)
     waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"

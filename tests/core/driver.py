@@ -154,6 +154,9 @@ class World:
             if before is not None:
                 assert before == reduce(evolve, self.facts, None)
             raise
+        finally:
+            if isinstance(command, Join):
+                self.presence.somebody_spoke(self.now)
         self.opened = after = reduce(evolve, facts, before)
         self.facts += facts
         if facts:
