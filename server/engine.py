@@ -23,7 +23,7 @@ from nvrx.core.narrate import order_warning, tell
 from nvrx.core.operate import preview
 from nvrx.core.presence import HostedStores, Presence, StoreMode, Timing, Word
 from nvrx.core.ranks import Action, Desired, desired
-from nvrx.core.refused import Reason, Refused
+from nvrx.core.refused import DETAIL_NEWER_STREAM, DETAIL_SERVED_RUN, Reason, Refused
 from nvrx.core.run import Run, evolve
 from nvrx.core.world import Wait, describe_recovery, describe_silence, next_world, world_chosen
 
@@ -130,7 +130,7 @@ class Engine:
                 Reason.UNKNOWN_RUN,
                 f"this coordinator serves run {self.declared_run} only, not {run_id[:128]!a}; correct --run-id or "
                 "--coordinator",
-                {"run_id": run_id, "served_run_id": self.declared_run},
+                {"run_id": run_id, DETAIL_SERVED_RUN: self.declared_run},
             )
         return RunId(run_id)
 
@@ -449,7 +449,11 @@ class Engine:
 
 def superseded(node_id: NodeId) -> Refused:
     """What an older stream of a member is told."""
-    return Refused(Reason.STALE_INCARNATION, f"a newer stream of node {node_id} took over", {"node_id": node_id})
+    return Refused(
+        Reason.STALE_INCARNATION,
+        f"a newer stream of node {node_id} took over",
+        {"node_id": node_id, DETAIL_NEWER_STREAM: "true"},
+    )
 
 
 def _is_present(hosted: Hosted, session: Session) -> bool:
