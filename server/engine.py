@@ -428,6 +428,10 @@ class Engine:
         elif run.is_open and (run.cycle is None or not run.cycle.is_live):
             found = next_world(run, hosted.presence, self.now(hosted))
             waiting = found.reason if isinstance(found, Wait) else ""
+            if isinstance(found, Wait):
+                hosted.presence.note_world(found.allows_world, self.now(hosted))
+        elif run.is_open:
+            hosted.presence.note_world(True, self.now(hosted))
         if waiting and waiting != hosted.waiting:
             log.info("run %s: waiting: %s", run.run_id, waiting)
         hosted.waiting = waiting

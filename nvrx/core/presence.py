@@ -157,6 +157,8 @@ class Presence:
     """When the coordinator was last stalled itself."""
     last_heard_at: float | None = None
     """When anybody was heard last, member or not; None: nobody since the coordinator started."""
+    short_since: float | None = None
+    """Since when those who may be chosen have allowed no world, however many members there are (rule D9)."""
 
     def joined(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """Give a node that joined its first lease; the same incarnation keeps what is known of it."""
@@ -244,6 +246,13 @@ class Presence:
                 given_s = self.timing.lease_ttl_s if now >= node.lease_until else self.timing.reconnect_grace_s
                 node.reprieved = now + given_s > node.lease_until
                 node.lease_until = max(node.lease_until, now + given_s)
+
+    def note_world(self, allows_world: bool | None, now: float) -> None:
+        """Whether there is a world, or one that could be chosen; None: that is not known now, and what was holds."""
+        if allows_world:
+            self.short_since = None
+        elif allows_world is False and self.short_since is None:
+            self.short_since = now
 
     def hears_nobody(self, now: float) -> bool:
         """Whether no node at all was heard within the last two intervals."""

@@ -48,6 +48,8 @@ class Wait:
     reason: str
     until: float | None = None
     gives_up_at: float | None = None
+    allows_world: bool | None = None
+    """Whether there is a world that could be chosen; None where that is not asked yet."""
 
 
 NextWorld: TypeAlias = WorldChosen | RunClosed | Wait
@@ -69,10 +71,10 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
         return _short(run, presence, found, now)
     wait = _last_call(run, presence, now) or _wait_for_leaving(run, presence, found, now)
     if wait is not None:
-        return wait
+        return dataclasses.replace(wait, allows_world=True)
     master = _master(run, presence, found)
     if isinstance(master, Wait):
-        return master
+        return dataclasses.replace(master, allows_world=True)
     return world_chosen(run, presence, found, master, now)
 
 
@@ -300,17 +302,19 @@ def _short(run: Run, presence: Presence, shortage: Shortage, now: float) -> Next
     reason = f"{joined}; gone: {gone}" if gone else joined
     if len(there) >= run.shape.min_nodes:
         reason = f"{shortage.reason} ({reason})"
-    if run.short_since is None:
-        return Wait(reason)
+    # members may be enough, and yet allow no world: drained, suspect, unhealthy, or in the wrong domains
+    short_since = run.short_since if run.short_since is not None else presence.short_since
+    if short_since is None:
+        return Wait(reason, allows_world=False)
     ended_at = run.cycle.ended_at if run.cycle is not None else None
     # a cycle may outlive its members, once they had finished: nobody has waited for nodes while it ran
-    since = max(run.short_since, ended_at or 0.0)
+    since = max(short_since, ended_at or 0.0)
     if presence.nodes and presence.hears_nobody(now):
         # of a world in which nobody is heard nobody knows whether it still works: it counts as gone
         since = min(since, presence.last_lease_until)
     gives_up_at = since + run.settings.join_timeout_s
     if now < gives_up_at:
-        return Wait(reason, None, gives_up_at)
+        return Wait(reason, None, gives_up_at, allows_world=False)
     waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"
     return RunClosed(now, RunState.FAILED, f"{reason}; {waited}", 1)
 
