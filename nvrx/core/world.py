@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from .budgets import backoff_s, spent
 from .facts import (
+    Cause,
     Endpoint,
     Placed,
     RunClosed,
@@ -23,7 +24,7 @@ from .facts import (
 )
 from .ids import GroupRank, InfraRank, NodeId
 from .member import Member
-from .narrate import MAX_NAMED, list_names
+from .narrate import MAX_NAMED, describe_failure, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Run
@@ -36,6 +37,8 @@ STOPPING_MARGIN_S = 2.0
 MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
+_KILLED = {"SIGKILL", "SIGTERM"}
+"""How workers end whose whole node is being emptied, by a scheduler or by want of memory."""
 _REMEMBERED = 4
 RECENT_CYCLES = 4
 """A store's port serves no second cycle within these; a node offers more ports than these can use up."""
@@ -62,7 +65,7 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
         return wait
     over = spent(run)
     if over is not None:
-        return RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
+        return _wait_for_cause(run, presence, now) or RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
     wait = _backoff(run, now)
     if wait is not None:
         return wait
@@ -278,6 +281,21 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
             f"the workers of {list_names(sorted(stopping))}, which left, are still stopping", min(stopping.values())
         )
     return None
+
+
+def _wait_for_cause(run: Run, presence: Presence, now: float) -> Wait | None:
+    """D4, D5: before the last failure of a worker ends the run: a node that is killed whole may lose its workers first.
+
+    Its stream breaks within the reconnect grace; then its loss is the cause, and charged to another budget. Where no
+    second cycle is allowed whatever the cause there is nothing to wait for.
+    """
+    cycle = run.cycle
+    if run.settings.max_restarts == 0 or cycle is None or cycle.failure is None or cycle.ended_at is None:
+        return None
+    until = cycle.ended_at + presence.timing.reconnect_grace_s
+    if cycle.failure.cause is not Cause.WORKER_FAILED or cycle.failure.signal not in _KILLED or now >= until:
+        return None
+    return Wait(f"{describe_failure(cycle.failure)}; its node may be about to be lost", until)
 
 
 def _backoff(run: Run, now: float) -> Wait | None:

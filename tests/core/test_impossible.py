@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nvrx.core.budgets import replacements_used, restarts_used
 from nvrx.core.facts import RunState
 from nvrx.core.ids import NodeId
 from nvrx.core.presence import Health
@@ -99,3 +100,35 @@ def test_a_promotion_of_a_former_life_is_forgotten() -> None:
     world.rejoin("n0", reopen=True)
     world.rejoin("n1", "n2")
     assert world.active() == ["n0", "n1"]
+
+
+@pytest.mark.rule("D4", "D5")
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
+def test_a_node_that_is_killed_whole_uses_up_no_last_restart(signal: str) -> None:
+    """Its workers are dead a moment before its agent is: the loss is the cause, and a standby takes over."""
+    world = trained(2, 3, wish=SettingsWish(max_restarts=1, restart_backoff_s=0))
+    world.exit("n0", 0, 1)
+    world.start()
+    world.advance(5)
+    world.exit("n1", 0, signal=signal)
+    assert not world.is_training
+    assert world.waiting().endswith("; its node may be about to be lost")
+    world.advance(0.5)
+    world.kill("n1")
+    world.advance(2)
+    assert world.active() == ["n0", "n2"]
+    assert restarts_used(world.run) == 1
+    assert replacements_used(world.run) == 1
+
+
+@pytest.mark.rule("D5")
+def test_a_killed_worker_of_a_node_that_lives_on_uses_up_the_last_restart() -> None:
+    """After the reconnect grace, and at once if it ended by itself."""
+    world = trained(2, 3, wish=SettingsWish(max_restarts=1, restart_backoff_s=0))
+    world.exit("n0", 0, 1)
+    world.start()
+    world.exit("n1", 0, signal="SIGKILL")
+    world.advance(1.9)
+    assert world.run.is_open
+    world.advance(0.2)
+    assert world.run.close_reason.endswith("failed with SIGKILL; max_restarts 1 is used up")

@@ -3,11 +3,13 @@ join timeout."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 
 import pytest
 
-from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
+from nvrx.v1 import common_pb2, heartbeat_pb2, heartbeat_pb2_grpc
 
 from .cluster import RUN_ID, Cluster
 
@@ -59,16 +61,63 @@ def test_a_coordinator_that_was_restarted_for_another_run_stops_no_worker(cluste
 def test_who_joins_anew_is_as_patient_as_its_coordinator_grace(cluster: Cluster) -> None:
     """The join timeout is for the first time: a node that ended its workers for want of a coordinator waits on."""
     coordinator = cluster.serve()
-    options = ("--on-partition", "stop", "--join-timeout", "1", "--coordinator-grace")
-    patient = cluster.join("a", "--nnodes", "2", *options, "60")
-    hasty = cluster.join("b", "--nnodes", "2", *options, "5")
-    cluster.workers(0, 2)
+    agent = cluster.join("a", "--on-partition", "stop", "--join-timeout", "0.1", "--coordinator-grace", "60")
+    cluster.worker("a")
     cluster.wait_for("CycleRunning", 0)
     coordinator.send(signal.SIGKILL)
     coordinator.ended()
-    assert hasty.ended() == 4
-    assert "gave up after 5 s (--coordinator-grace)" in hasty.err[-1]
-    patient.said("not reached: connection refused; trying again for at most 60 s")
+    agent.said("joining anew: .* longer than the lease")
+    agent.said("not reached: connection refused; trying again for at most 60 s")
     cluster.serve(listen=cluster.address)
-    cluster.join("c", "--nnodes", "2", "--join-timeout", "1")
-    cluster.running_cycle(0)
+    cluster.worker("a", cycle=1).tell("exit", code=0)
+    assert agent.ended() == 0
+
+
+@pytest.mark.rule("E3")
+def test_who_joins_anew_gives_up_after_its_coordinator_grace(cluster: Cluster) -> None:
+    coordinator = cluster.serve()
+    agent = cluster.join("a", "--on-partition", "stop", "--join-timeout", "600", "--coordinator-grace", "5")
+    cluster.worker("a")
+    coordinator.send(signal.SIGKILL)
+    assert agent.ended() == 4
+    assert "gave up after 5 s (--coordinator-grace)" in agent.err[-1]
+
+
+@pytest.mark.rule("E5")
+def test_a_journal_that_is_deleted_in_use_ends_the_coordinator_and_no_worker(cluster: Cluster) -> None:
+    """Nothing is told that is not on the disk; agents join anew where the next coordinator begins from nothing."""
+    coordinator = cluster.serve()
+    agents = cluster.join_all("a b", "--nnodes", "2")
+    workers = cluster.workers(0, 2)
+    cluster.wait_for("CycleRunning", 0)
+    shutil.rmtree(cluster.state_dir)
+    workers[0].tell("exit", code=3)
+    assert coordinator.ended() == 1
+    assert "was deleted or replaced while it was in use" in coordinator.err[-1]
+    assert not [line for line in coordinator.err if "Traceback" in line]
+    agents[1].said("lost the coordinator .*; workers run on")
+    assert workers[1].ended_at is None
+    cluster.forget_facts()
+    cluster.serve(listen=cluster.address)
+    assert [one.node for one in cluster.workers(1, 2)] == ["a", "b"]
+
+
+@pytest.mark.rule("D4", "D5")
+def test_a_node_that_is_killed_whole_uses_up_no_last_restart(cluster: Cluster) -> None:
+    """Worker first, then agent, as a scheduler does it: the loss is the cause, and costs no restart."""
+    cluster.serve()
+    agents = cluster.join_all("a b c", "--nnodes", "2:3", "--last-call", "20", "--max-restarts", "1")
+    cluster.workers(0, 2)[0].tell("exit", code=3)
+    workers = cluster.workers(1, 2)
+    cluster.wait_for("CycleRunning", 1)
+    os.kill(workers[1].pid, signal.SIGKILL)
+    cluster.wait_for("CycleEnded", 1)
+    agents[1].send(signal.SIGKILL)
+    after = cluster.workers(2, 2)
+    assert [one.node for one in after] == ["a", "c"]
+    assert cluster.rank_map(1).failure.cause == common_pb2.CAUSE_NODE_LOST
+    run = cluster.run()
+    assert (run.restarts_used, run.replacements_used) == (1, 1)
+    for worker in after:
+        worker.tell("exit", code=0)
+    assert [agents[0].ended(), agents[2].ended()] == [0, 0]
