@@ -173,14 +173,16 @@ class NodeAgent:
     async def _join(self) -> tuple[Joined, Join] | None:
         """None where a signal came first."""
         incarnation = Incarnation(uuid.uuid4().hex)
+        options = self._config.options
         joining = asyncio.create_task(
             admission(
                 self._coordinator,
                 self._config.run_id,
                 lambda address, dead: self._command(incarnation, address, dead or self._incarnation),
                 self._config.options.advertise_addr,
-                self._config.options.join_timeout_s,
+                options.join_timeout_s if self._incarnation is None else options.coordinator_grace_s,
                 self._signalled,
+                is_known_there=self._incarnation is not None,
             )
         )
         stopped = asyncio.create_task(self._signalled.wait())

@@ -22,7 +22,7 @@ from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Desired
-from nvrx.core.refused import Reason
+from nvrx.core.refused import DETAIL_NEWER_STREAM, DETAIL_SERVED_RUN, Reason
 from nvrx.errors import refused_from
 from nvrx.v1 import common_pb2, heartbeat_pb2
 from nvrx.wire import membership
@@ -38,6 +38,9 @@ SILENCE_LEAST_S = 3.0
 MAX_UNACKNOWLEDGED = 4096
 
 _EXPELLING = {Reason.STALE_INCARNATION, Reason.UNKNOWN_NODE, Reason.UNKNOWN_RUN}
+_MAY_PASS = {DETAIL_NEWER_STREAM, DETAIL_SERVED_RUN}
+"""Details of refusals that say nothing about this incarnation: somebody else spoke in its name, or a coordinator of
+another run was started at this address. Workers run on, and the agent asks again (rule E3)."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ class Conversation:
         refused = refused_from(error)
         if refused is None:
             return describe(error)
-        if refused.reason in _EXPELLING:
+        if refused.reason in _EXPELLING and not _MAY_PASS & refused.details.keys():
             raise ExpelledByCoordinator(refused.message)
         self._coordinator.heed(refused)
         return refused.message

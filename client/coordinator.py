@@ -206,12 +206,16 @@ async def admission(
     advertised: str | None,
     join_timeout_s: float | None,
     stopped: asyncio.Event,
+    *,
+    is_known_there: bool = False,
 ) -> tuple[Joined, Join] | None:
     """Join, retrying what may pass; None if `stopped` was set before an answer. Raises GivenUp.
 
     `make_command` takes this node's address, and the incarnation that it is known to replace. A coordinator out of
     reach is waited for until the join timeout, a seat still taken for two leases, a full run as long as it lives.
+    `is_known_there`: this agent has been a member, and joins anew; the time given is then its coordinator grace (E3).
     """
+    option = "--coordinator-grace" if is_known_there else "--join-timeout"
     patience_s = DEFAULT_JOIN_TIMEOUT_S if join_timeout_s is None else join_timeout_s
     began = now_s()
     given_up_at: float | None = None
@@ -230,7 +234,7 @@ async def admission(
             text = f"coordinator {coordinator.endpoint} not reached: {error}"
             if waited >= patience_s:
                 raise GivenUp(
-                    f"{text}; gave up after {patience_s:g} s (--join-timeout); check --coordinator and that nvrx-coord "
+                    f"{text}; gave up after {patience_s:g} s ({option}); check --coordinator and that nvrx-coord "
                     "serve is running there",
                     EXIT_NEVER_REACHED,
                 ) from error

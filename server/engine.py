@@ -17,83 +17,29 @@ from dataclasses import dataclass, field
 from nvrx.core.commands import Command, Drain, Join, Promote, Tick
 from nvrx.core.decide import decide, is_news, next_deadline, require_member
 from nvrx.core.facts import Fact, NodeJoined, NodeLeft, NodeLost, RunOpened
-from nvrx.core.ids import CycleNumber, Incarnation, JournalId, NodeId, Revision, RunId, name_problem
+from nvrx.core.ids import Incarnation, JournalId, NodeId, Revision, RunId, name_problem
 from nvrx.core.join import check_join
 from nvrx.core.narrate import order_warning, tell
 from nvrx.core.operate import preview
 from nvrx.core.presence import HostedStores, Presence, StoreMode, Timing, Word
-from nvrx.core.ranks import Desired, desired
-from nvrx.core.refused import Reason, Refused
+from nvrx.core.ranks import Action, Desired, desired
+from nvrx.core.refused import DETAIL_NEWER_STREAM, DETAIL_SERVED_RUN, Reason, Refused
 from nvrx.core.run import Run, evolve
-from nvrx.core.world import Wait, describe_recovery, next_world, world_chosen
+from nvrx.core.world import Wait, describe_recovery, describe_silence, next_world, world_chosen
 
+from .hosted import Hosted, Session, Watch
 from .journals import Journal, Row
 
 log = logging.getLogger("nvrx.coord")
 
 MAX_RUNS = 1000
-MAX_WATCHED = 4096
 ONLY_TERM = 1
 """One coordinator leads for ever; several take turns, each with a term of its own."""
 DEFAULT_RUN = RunId("default")
+_ASKED_AGAIN = {Reason.RUN_FULL, Reason.NODE_ALREADY_JOINED, Reason.DUPLICATE_INFRA_RANK}
 _PULSE_S = 0.25
 _STALL_S = 0.25
 """A pulse later than this means that the coordinator itself was stalled."""
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a node was told last: its desired state, and how many of its words had been heard."""
-
-    desired: Desired
-    heard: int
-
-
-class Session:
-    """An open heartbeat stream of one incarnation; `news` is set when there may be something to tell it."""
-
-    def __init__(self, run_id: RunId, node_id: NodeId, incarnation: Incarnation, sequence: int) -> None:
-        self.run_id = run_id
-        self.node_id = node_id
-        self.incarnation = incarnation
-        self.sequence = sequence
-        """The number of its first request: numbers rise over all streams of an incarnation."""
-        self.news = asyncio.Event()
-        self.news.set()
-        self.acknowledged = 0
-        self.heard = 0
-        self.is_superseded = False
-        self.map_sent_of: CycleNumber | None = None
-        self.said: Said | None = None
-
-
-class Watch:
-    """A bounded queue of a run's new rows, None at the end; `overflowed` once the watcher was too slow."""
-
-    def __init__(self, after: Revision) -> None:
-        self.after = after
-        self.rows: asyncio.Queue[Row | None] = asyncio.Queue(MAX_WATCHED)
-        self.overflowed = False
-
-    def put(self, row: Row | None) -> None:
-        try:
-            self.rows.put_nowait(row)
-        except asyncio.QueueFull:
-            self.overflowed = True
-
-
-@dataclass
-class Hosted:
-    """A run as the coordinator hosts it. `run` and `revision` are what is durable."""
-
-    run: Run
-    presence: Presence
-    clock_origin: float
-    revision: Revision = Revision(0)
-    sessions: dict[NodeId, Session] = field(default_factory=dict)
-    watches: set[Watch] = field(default_factory=set)
-    waiting: str = ""
-    session_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -141,8 +87,8 @@ class Engine:
         self._writer = ThreadPoolExecutor(1, "nvrx-journal")
         self._timer_at: float | None = None
         self._pulse_at: float | None = None
-        self.closed = asyncio.Event()
-        """Set whenever a run closes."""
+        self.parted = asyncio.Event()
+        """Set whenever a run closes, or somebody may have learned that one has."""
         self.observers: list[Callable[[Hosted], None]] = []
         """Called with each run whose durable state may have changed, once it is shown. Must not wait."""
 
@@ -184,7 +130,7 @@ class Engine:
                 Reason.UNKNOWN_RUN,
                 f"this coordinator serves run {self.declared_run} only, not {run_id[:128]!a}; correct --run-id or "
                 "--coordinator",
-                {"run_id": run_id, "served_run_id": self.declared_run},
+                {"run_id": run_id, DETAIL_SERVED_RUN: self.declared_run},
             )
         return RunId(run_id)
 
@@ -245,7 +191,9 @@ class Engine:
         """A stream ended: the node's lease shrinks to the reconnect grace, unless a newer stream took over."""
         self._bear_own_stall()
         hosted = self.runs[session.run_id]
-        hosted.session_ended.set()
+        if session.said is not None and session.said.desired.action is Action.EXIT:
+            hosted.partings.told.add(session.incarnation)
+        self.parted.set()
         if hosted.sessions.get(session.node_id) is not session:
             return
         del hosted.sessions[session.node_id]
@@ -382,7 +330,15 @@ class Engine:
             facts.append(opened)
         run = work.runs.get(run_id, hosted.run)
         now = self.now(hosted)
-        facts += decide(run, hosted.presence, command, now)
+        try:
+            facts += decide(run, hosted.presence, command, now)
+        except Refused as refused:
+            if isinstance(command, Join):
+                self._note_refusal(hosted, command, refused, now)
+            raise
+        finally:
+            if isinstance(command, Join):  # also one that is refused
+                hosted.presence.somebody_spoke(now)
         if run_id not in self.runs:
             work.opening[run_id] = hosted
         time = self._wall()
@@ -409,9 +365,17 @@ class Engine:
         hosted = Hosted(evolve(None, opened), Presence(self.timing, self._store), self._clock())
         return hosted, opened
 
+    def _note_refusal(self, hosted: Hosted, command: Join, refused: Refused, now: float) -> None:
+        if refused.reason in _ASKED_AGAIN:
+            hosted.partings.turn_away(command.node.node_id, now)
+        else:
+            hosted.partings.turned_away.pop(command.node.node_id, None)
+            self.parted.set()
+
     def _note_presence(self, hosted: Hosted, fact: Fact, now: float) -> None:
         if isinstance(fact, NodeJoined):
             hosted.presence.joined(fact.node.node_id, fact.node.incarnation, now)
+            hosted.partings.turned_away.pop(fact.node.node_id, None)
         elif isinstance(fact, NodeLeft | NodeLost):
             hosted.presence.forget(fact.node_id)
 
@@ -438,7 +402,7 @@ class Engine:
             for session in hosted.sessions.values():
                 session.news.set()
             if not hosted.run.is_open:
-                self.closed.set()
+                self.parted.set()
                 for watch in hosted.watches:
                     watch.put(None)
         for run_id in changed | (ticked & self.runs.keys()):
@@ -459,9 +423,15 @@ class Engine:
         waiting = ""
         if run.is_open and hosted.presence.is_recovering(self.now(hosted)):
             waiting = describe_recovery(hosted.presence)
+        elif run.is_open and (silence := describe_silence(run, hosted.presence, self.now(hosted))):
+            waiting = silence
         elif run.is_open and (run.cycle is None or not run.cycle.is_live):
             found = next_world(run, hosted.presence, self.now(hosted))
             waiting = found.reason if isinstance(found, Wait) else ""
+            if isinstance(found, Wait):
+                hosted.presence.note_world(found.allows_world, self.now(hosted))
+        elif run.is_open:
+            hosted.presence.note_world(True, self.now(hosted))
         if waiting and waiting != hosted.waiting:
             log.info("run %s: waiting: %s", run.run_id, waiting)
         hosted.waiting = waiting
@@ -483,7 +453,11 @@ class Engine:
 
 def superseded(node_id: NodeId) -> Refused:
     """What an older stream of a member is told."""
-    return Refused(Reason.STALE_INCARNATION, f"a newer stream of node {node_id} took over", {"node_id": node_id})
+    return Refused(
+        Reason.STALE_INCARNATION,
+        f"a newer stream of node {node_id} took over",
+        {"node_id": node_id, DETAIL_NEWER_STREAM: "true"},
+    )
 
 
 def _is_present(hosted: Hosted, session: Session) -> bool:

@@ -6,14 +6,16 @@ Knows no port and no election: whoever made it hands it calls, and ends it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc
 
-from nvrx.core.presence import StoreMode
+from nvrx.core.ids import RunId
+from nvrx.core.presence import RECOVERY_AT_LEAST_S, StoreMode
 from nvrx.v1 import (
     heartbeat_pb2,
     heartbeat_pb2_grpc,
@@ -31,6 +33,7 @@ from nvrx.v1 import (
 
 from .engine import ONLY_TERM, Engine
 from .journals import Journal
+from .partings import Leaving, all_over
 from .services.heartbeat import HeartbeatService
 from .services.join import JoinService
 from .services.promote import PromoteService
@@ -40,6 +43,8 @@ from .services.store import StoreService
 from .settings import ServeConfig
 from .store_host.host import StoreConfig, StoreHost, paths_for
 from .store_host.mirror import Mirror
+
+log = logging.getLogger("nvrx.coord")
 
 STORE_LOG = "store.log"
 _MODULES = (join_pb2, heartbeat_pb2, rank_map_pb2, promote_pb2, run_pb2, store_pb2)
@@ -142,19 +147,18 @@ class Office:
                 task.cancel()
 
     async def _over(self) -> None:
-        """`--once`: a run has closed, and each member has heard it or its lease is over."""
-        while True:
-            closed = [one for one in self.engine.runs.values() if not one.run.is_open]
-            if closed and len(closed) == len(self.engine.runs):
-                break
-            await self.engine.closed.wait()
-            self.engine.closed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.timing.lease_ttl_s):
-                for hosted in closed:
-                    while hosted.sessions:
-                        hosted.session_ended.clear()
-                        await hosted.session_ended.wait()
+        """`--once`: all runs have closed, and each member has heard it or its lease is over."""
+        engine = self.engine
+
+        def runs() -> dict[RunId, Leaving]:
+            return {
+                run_id: Leaving(one.run, one.presence, one.partings, partial(engine.now, one))
+                for run_id, one in engine.runs.items()
+            }
+
+        if engine.runs and all(not one.run.is_open for one in engine.runs.values()):
+            log.info("--once: all runs are closed; waiting for nodes that may not know, or that open another")
+        await all_over(runs, self._config.run_id, engine.parted, max(engine.timing.lease_ttl_s, RECOVERY_AT_LEAST_S))
 
     def end_streams(self) -> None:
         """Have every stream end with a reason that means: come back (rule E7)."""

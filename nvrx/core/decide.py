@@ -40,7 +40,7 @@ from .placement import Placement
 from .presence import AgentPhase, Presence, Word
 from .refused import Reason, Refused
 from .run import Cycle, CycleState, Run, evolve, failure_of
-from .world import Wait, next_world, place_world, stopping_within
+from .world import Wait, next_world, place_world, stopping_within, withheld_until
 
 _MAX_STEPS = 1000
 _LATE_S = 1.0
@@ -152,7 +152,7 @@ def advance(run: Run, presence: Presence, now: float) -> list[Fact]:
 
 def _leases(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
     """E1: an expired lease makes a node lost; all that expired together are lost together."""
-    if presence.is_recovering(now):
+    if presence.is_recovering(now) or withheld_until(run, presence, now) is not None:
         return
     for member in run.live_members():
         node_id = member.info.node_id
@@ -412,9 +412,11 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
     """When `decide(Tick)` may next have something to add, on the run's clock; None: only after news."""
     if not run.is_open:
         return None
+    withheld = withheld_until(run, presence, now)
+    judged_from = max((presence.recovering_until or 0.0) if presence.is_recovering(now) else 0.0, withheld or 0.0)
     times = [
-        # while some are still away after a restart, nobody is judged
-        max(node.lease_until, presence.recovering_until or 0.0) if presence.is_recovering(now) else node.lease_until
+        # while some are still away after a restart, or nobody at all is heard, nobody is judged
+        max(node.lease_until, judged_from)
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]

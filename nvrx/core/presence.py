@@ -118,6 +118,17 @@ class NodePresence:
     """The cycle that it knows of, from what it is to do; None where it does not tell."""
     progress: int | None = None
     """The furthest step of training that its workers told in `cycle`; None where they do not."""
+    hung_up: bool = False
+    """It ended its stream while it was heard, as a process that dies does, or joined and opened none."""
+    heard_out: bool = False
+    """It was given time after a stall of the coordinator, and has not been heard since."""
+    reprieved: bool = False
+    """It was given time when the coordinator heard somebody again, and has not been heard since."""
+
+    def speaks(self, now: float) -> None:
+        """It is heard: what was granted to its silence may be granted again."""
+        self.heard_at = now
+        self.hung_up = self.heard_out = self.reprieved = False
 
 
 @dataclass(frozen=True)
@@ -144,22 +155,27 @@ class Presence:
     """Nodes known before a restart of the coordinator that have not come back yet."""
     stalled_at: float = 0.0
     """When the coordinator was last stalled itself."""
+    last_heard_at: float | None = None
+    """When anybody was heard last, member or not; None: nobody since the coordinator started."""
+    short_since: float | None = None
+    """Since when those who may be chosen have allowed no world, however many members there are (rule D9)."""
 
     def joined(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """Give a node that joined its first lease; the same incarnation keeps what is known of it."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
-            self.nodes[node_id] = NodePresence(incarnation, now + self.timing.lease_ttl_s)
+            self.nodes[node_id] = NodePresence(incarnation, now + self.timing.lease_ttl_s, hung_up=True)
         else:
             known.lease_until = max(known.lease_until, now + self.timing.lease_ttl_s)
 
     def connected(self, node_id: NodeId, now: float) -> None:
         """A node's stream opened."""
+        self.somebody_spoke(now)
         node = self.nodes[node_id]
         self.returning.discard(node_id)
         node.connected = True
         node.connected_at = now
-        node.heard_at = now
+        node.speaks(now)
         node.lease_until = now + self.timing.lease_ttl_s
 
     def heard(self, node_id: NodeId, word: Word, now: float) -> bool:
@@ -167,11 +183,12 @@ class Presence:
 
         Progress alone is told all the time and changes little: who asks for it looks (rule D6).
         """
+        self.somebody_spoke(now)
         node = self.nodes[node_id]
         was = (node.phase, node.cycle, node.store_ports, node.acknowledged, self.is_fresh(node_id, now))
         node.phase, node.cycle, node.store_ports = word.phase, word.cycle, word.store_ports
         node.acknowledged, node.progress = word.acknowledged, word.progress
-        node.heard_at = now
+        node.speaks(now)
         node.lease_until = now + self.timing.lease_ttl_s
         return was != (word.phase, word.cycle, word.store_ports, word.acknowledged, True)
 
@@ -180,6 +197,7 @@ class Presence:
         node = self.nodes.get(node_id)
         if node is None or node.incarnation != incarnation:
             return
+        node.hung_up = self.is_fresh(node_id, now)
         node.connected = False
         node.lease_until = min(node.lease_until, now + self.timing.reconnect_grace_s)
 
@@ -199,12 +217,55 @@ class Presence:
                 node.heard_at += late_s
         if self.recovering_until is not None:
             self.recovering_until += late_s
+        if self.last_heard_at is not None:
+            self.last_heard_at += late_s
 
     def hear_out(self, now: float) -> None:
-        """The coordinator was stalled: what nodes said meanwhile is still unread, and their streams may have broken."""
+        """The coordinator was stalled: what nodes said meanwhile is still unread, and their streams may have broken.
+
+        Once for each silence: else one that is stalled again and again would never find that a node is gone.
+        """
         self.stalled_at = now
         for node in self.nodes.values():
-            node.lease_until = max(node.lease_until, now + self.timing.reconnect_grace_s)
+            if not node.heard_out:
+                node.heard_out = True
+                node.lease_until = max(node.lease_until, now + self.timing.reconnect_grace_s)
+
+    def somebody_spoke(self, now: float) -> None:
+        """A node was heard, or asked to join: if nobody had been, it may have been the coordinator that was cut off.
+
+        Then whoever is still silent gets time to come back: a whole lease where the own one is over. Once for each
+        silence: one node that is heard now and then does not keep a dead one alive.
+        """
+        was_deaf = self.hears_nobody(now)
+        self.last_heard_at = now
+        if not was_deaf:
+            return
+        for node in self.nodes.values():
+            if not (node.reprieved or node.hung_up):
+                given_s = self.timing.lease_ttl_s if now >= node.lease_until else self.timing.reconnect_grace_s
+                node.reprieved = now + given_s > node.lease_until
+                node.lease_until = max(node.lease_until, now + given_s)
+
+    def note_world(self, allows_world: bool | None, now: float) -> None:
+        """Whether there is a world, or one that could be chosen; None: that is not known now, and what was holds."""
+        if allows_world:
+            self.short_since = None
+        elif allows_world is False and self.short_since is None:
+            self.short_since = now
+
+    def hears_nobody(self, now: float) -> bool:
+        """Whether no node at all was heard within the last two intervals."""
+        return self.last_heard_at is None or now - self.last_heard_at > self._heard_within_s
+
+    @property
+    def last_lease_until(self) -> float:
+        """When the last lease of all is over; there has to be one."""
+        return max(node.lease_until for node in self.nodes.values())
+
+    @property
+    def _heard_within_s(self) -> float:
+        return HEARD_WITHIN_INTERVALS * self.timing.heartbeat_interval_s
 
     def is_recovering(self, now: float) -> bool:
         """Whether some node that was known before a restart may still come back unjudged."""
@@ -215,7 +276,7 @@ class Presence:
         node = self.nodes.get(node_id)
         if node is None or not node.connected or node.heard_at is None:
             return False
-        return now - node.heard_at <= HEARD_WITHIN_INTERVALS * self.timing.heartbeat_interval_s
+        return now - node.heard_at <= self._heard_within_s
 
     def has_taken_up(self, node_id: NodeId, cycle: CycleNumber, since: float) -> bool:
         """Whether a node has said that it has its assignment of a cycle, which was sent at `since` (rule D12)."""

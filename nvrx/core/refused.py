@@ -8,6 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+DETAIL_SERVED_RUN = "served_run_id"
+"""With UNKNOWN_RUN: the only run that the coordinator serves."""
+DETAIL_NEWER_STREAM = "newer_stream"
+"""With STALE_INCARNATION: another stream of the same incarnation took over."""
+
 
 class Reason(enum.Enum):
     """Stable reasons that programs may rely on (`ErrorInfo.reason`)."""

@@ -169,7 +169,7 @@ class Run:
     suspected: Mapping[NodeId, Suspicion] = field(default_factory=dict)
     """Nodes that did not take up their place, whether or not they have been heard since."""
     progress: int | None = None
-    """The furthest step of training that was told; None where nobody tells."""
+    """The furthest step of training that was told in this life of the run; None where nobody tells."""
     highest_cycle: CycleNumber | None = None
     """The highest cycle number that this run or, before a journal was lost, a node of it has seen."""
     close_reason: str = ""
@@ -257,6 +257,9 @@ def _reopened(run: Run, fact: RunReopened) -> Run:
         quarantined={},
         pardoned={},
         suspected={},
+        promoted=frozenset(),
+        replaced=frozenset(),
+        progress=None,
         close_reason="",
         exit_code=0,
         members={name: _gone(one, Membership.LEFT, fact.at, "") for name, one in run.members.items()},

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from .budgets import backoff_s, spent
 from .facts import (
+    Cause,
     Endpoint,
     Placed,
     RunClosed,
@@ -23,7 +24,7 @@ from .facts import (
 )
 from .ids import GroupRank, InfraRank, NodeId
 from .member import Member
-from .narrate import MAX_NAMED, list_names
+from .narrate import MAX_NAMED, describe_failure, list_names
 from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
 from .presence import Health, Presence, StoreMode
 from .run import Run
@@ -36,6 +37,8 @@ STOPPING_MARGIN_S = 2.0
 MAX_STOP_GRACE_S = 3600.0
 MAX_INFRA_RANK = 2**31 - 1
 """Ranks are 32-bit on the wire; a larger number orders its node all the same, and shows as its position."""
+_KILLED = {"SIGKILL", "SIGTERM"}
+"""How workers end whose whole node is being emptied, by a scheduler or by want of memory."""
 _REMEMBERED = 4
 RECENT_CYCLES = 4
 """A store's port serves no second cycle within these; a node offers more ports than these can use up."""
@@ -48,6 +51,8 @@ class Wait:
     reason: str
     until: float | None = None
     gives_up_at: float | None = None
+    allows_world: bool | None = None
+    """Whether there is a world that could be chosen; None where that is not asked yet."""
 
 
 NextWorld: TypeAlias = WorldChosen | RunClosed | Wait
@@ -60,19 +65,19 @@ def next_world(run: Run, presence: Presence, now: float) -> NextWorld:
         return wait
     over = spent(run)
     if over is not None:
-        return RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
+        return _wait_for_cause(run, presence, now) or RunClosed(now, RunState.FAILED, over.reason, over.exit_code)
     wait = _backoff(run, now)
     if wait is not None:
         return wait
     found = place_world(run, presence, now)
     if isinstance(found, Shortage):
-        return _short(run, found, now)
+        return _short(run, presence, found, now)
     wait = _last_call(run, presence, now) or _wait_for_leaving(run, presence, found, now)
     if wait is not None:
-        return wait
+        return dataclasses.replace(wait, allows_world=True)
     master = _master(run, presence, found)
     if isinstance(master, Wait):
-        return master
+        return dataclasses.replace(master, allows_world=True)
     return world_chosen(run, presence, found, master, now)
 
 
@@ -219,9 +224,40 @@ def stopping_within(stop_grace_s: float) -> float:
     return grace_s + STOPPING_MARGIN_S
 
 
+def describe_silence(run: Run, presence: Presence, now: float) -> str:
+    """Why nobody is judged though leases are over; empty where that is not so."""
+    until = withheld_until(run, presence, now)
+    over = [one for one in presence.nodes.values() if now >= one.lease_until]
+    if until is None or not over:
+        return ""
+    return (
+        f"none of {len(presence.nodes)} nodes is heard, so the coordinator may be cut off itself: nobody is declared "
+        f"lost before one is heard again, or {run.settings.join_timeout_s:g} s are over (join_timeout)"
+    )
+
+
 def describe_recovery(presence: Presence) -> str:
     """Who may still come back after a restart of the coordinator, unjudged (rule E5)."""
     return f"the coordinator restarted; {list_names(sorted(map(str, presence.returning)))} may still come back"
+
+
+def withheld_until(run: Run, presence: Presence, now: float) -> float | None:
+    """E1: until when nobody is judged, because the coordinator hears nobody at all; None where it judges.
+
+    It is as likely cut off itself: of several nodes that fall silent together none may be gone. Where each of them has
+    hung up there is nothing to be in doubt about. At the longest until the run gives up (D9).
+    """
+    if not presence.hears_nobody(now):
+        return None
+    members = [
+        node
+        for one in run.live_members()
+        if (node := presence.nodes.get(one.info.node_id)) is not None and node.incarnation == one.info.incarnation
+    ]
+    if len(members) < 2 or all(node.hung_up for node in members):
+        return None
+    until = max(node.lease_until for node in members) + run.settings.join_timeout_s
+    return until if now < until else None
 
 
 def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
@@ -247,6 +283,21 @@ def _wait_for_nodes(run: Run, presence: Presence, now: float) -> Wait | None:
     return None
 
 
+def _wait_for_cause(run: Run, presence: Presence, now: float) -> Wait | None:
+    """D4, D5: before the last failure of a worker ends the run: a node that is killed whole may lose its workers first.
+
+    Its stream breaks within the reconnect grace; then its loss is the cause, and charged to another budget. Where no
+    second cycle is allowed whatever the cause there is nothing to wait for.
+    """
+    cycle = run.cycle
+    if run.settings.max_restarts == 0 or cycle is None or cycle.failure is None or cycle.ended_at is None:
+        return None
+    until = cycle.ended_at + presence.timing.reconnect_grace_s
+    if cycle.failure.cause is not Cause.WORKER_FAILED or cycle.failure.signal not in _KILLED or now >= until:
+        return None
+    return Wait(f"{describe_failure(cycle.failure)}; its node may be about to be lost", until)
+
+
 def _backoff(run: Run, now: float) -> Wait | None:
     """D11: workers that die as soon as they run are started ever more slowly."""
     cycle, pause_s = run.cycle, backoff_s(run)
@@ -259,7 +310,7 @@ def _key(member: Member, source: OrderSource) -> OrderKey:
     return order_key(source, member.info.order_sources.get(source), member.info.node_id)
 
 
-def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
+def _short(run: Run, presence: Presence, shortage: Shortage, now: float) -> NextWorld:
     """D9: wait for nodes, and in the end fail with the count and the names."""
     there = sorted((one for one in run.live_members()), key=lambda one: one.joined_at)
     source = run.order_source or settle_source([one.info.order_sources for one in there])
@@ -269,13 +320,19 @@ def _short(run: Run, shortage: Shortage, now: float) -> NextWorld:
     reason = f"{joined}; gone: {gone}" if gone else joined
     if len(there) >= run.shape.min_nodes:
         reason = f"{shortage.reason} ({reason})"
-    if run.short_since is None:
-        return Wait(reason)
+    # members may be enough, and yet allow no world: drained, suspect, unhealthy, or in the wrong domains
+    short_since = run.short_since if run.short_since is not None else presence.short_since
+    if short_since is None:
+        return Wait(reason, allows_world=False)
     ended_at = run.cycle.ended_at if run.cycle is not None else None
     # a cycle may outlive its members, once they had finished: nobody has waited for nodes while it ran
-    gives_up_at = max(run.short_since, ended_at or 0.0) + run.settings.join_timeout_s
+    since = max(short_since, ended_at or 0.0)
+    if presence.nodes and presence.hears_nobody(now):
+        # of a world in which nobody is heard nobody knows whether it still works: it counts as gone
+        since = min(since, presence.last_lease_until)
+    gives_up_at = since + run.settings.join_timeout_s
     if now < gives_up_at:
-        return Wait(reason, None, gives_up_at)
+        return Wait(reason, None, gives_up_at, allows_world=False)
     waited = f"after waiting {run.settings.join_timeout_s:g} s (join_timeout)"
     return RunClosed(now, RunState.FAILED, f"{reason}; {waited}", 1)
 

@@ -53,6 +53,7 @@ class SqliteJournal:
             self._writer = self._connect()
             self.journal_id = self._prepare()
             self._reader = self._connect()
+            self._file = os.stat(self._path)
         except FILE_ERRORS as error:
             os.close(self._lock)
             raise self._failed("open", error) from error
@@ -99,12 +100,25 @@ class SqliteJournal:
             raise JournalError(damage_told(self._path, str(error))) from error
 
     def append(self, rows: Sequence[Row]) -> None:
+        self._require_in_place()
         try:
             with _transaction(self._writer):
                 heads = self._adding.add(rows)
         except FILE_ERRORS as error:
             raise self._failed("write", error) from error
         self._adding.remember(heads)
+
+    def _require_in_place(self) -> None:
+        """What was deleted, or moved away, is written to without an error, and is gone with this process."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path), self._file)
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise JournalError(
+                f"the journal {self._path} was deleted or replaced while it was in use: nothing can be kept in it; put "
+                "it back, or start again without it (nodes join anew)"
+            )
 
     def read(self, run_id: RunId, first: Revision, limit: int) -> list[Row]:
         query = (

@@ -16,7 +16,8 @@ from nvrx.v1 import heartbeat_pb2, heartbeat_pb2_grpc
 from nvrx.wire import membership, views
 from nvrx.wire.units import duration
 
-from ..engine import Engine, Said, Session, superseded
+from ..engine import Engine, superseded
+from ..hosted import Said, Session
 from .answering import Context, refuse
 
 MAX_SENT_MAP_BYTES = 3 * 1024 * 1024

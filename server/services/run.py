@@ -10,7 +10,8 @@ from nvrx.core.refused import Reason, Refused
 from nvrx.v1 import run_pb2, run_pb2_grpc
 from nvrx.wire import views
 
-from ..engine import Engine, Hosted, Watch
+from ..engine import Engine
+from ..hosted import Hosted, Watch
 from ..journals import Row
 from ..journals.codec import encode, to_plain
 from .answering import Context, answering, fill, page_of, refuse

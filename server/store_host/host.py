@@ -23,7 +23,7 @@ from nvrx.core.stores import hosted_ports, stores_in_use
 from nvrx.runtime_dir import make_private
 from nvrx.store.client import StoreClient, StoreGone
 
-from ..engine import Hosted
+from ..hosted import Hosted
 from .control import (
     MAX_LINE_BYTES,
     READY,

@@ -154,6 +154,9 @@ class World:
             if before is not None:
                 assert before == reduce(evolve, self.facts, None)
             raise
+        finally:
+            if isinstance(command, Join):
+                self.presence.somebody_spoke(self.now)
         self.opened = after = reduce(evolve, facts, before)
         self.facts += facts
         if facts:
@@ -161,12 +164,21 @@ class World:
         assert after is not None
         check_step(before, command, facts, after)
         check_state(after)
+        self._note_world(after)
         for fact in facts:
             if isinstance(fact, NodeJoined):
                 self.presence.joined(fact.node.node_id, fact.node.incarnation, self.now)
             elif isinstance(fact, NodeLeft | NodeLost):
                 self.presence.forget(fact.node_id)
         return facts
+
+    def _note_world(self, run: Run) -> None:
+        if run.cycle is not None and run.cycle.is_live:
+            self.presence.note_world(True, self.now)
+        elif run.is_open:
+            found = next_world(run, self.presence, self.now)
+            if isinstance(found, Wait):
+                self.presence.note_world(found.allows_world, self.now)
 
     def tick(self) -> list[Fact]:
         if self.opened is None:

@@ -18,7 +18,9 @@ from nvrx.core.ranks import Action
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import Settings, SettingsWish, Shape
 from nvrx.server import engine as engine_module
-from nvrx.server.engine import Engine, Hosted, Session, Watch
+from nvrx.server import hosted as hosted_module
+from nvrx.server.engine import Engine
+from nvrx.server.hosted import Hosted, Session, Watch
 from nvrx.server.journals import JournalError, Row
 from nvrx.server.journals.memory import MemoryJournal
 
@@ -322,6 +324,12 @@ async def test_who_came_back_and_fell_silent_again_does_not_prolong_the_wait_for
         assert "NodeLost" not in kinds(engine)
         assert hosted.waiting == "the coordinator restarted; n1 may still come back"
         await passing(engine, clock, 1.2)
+        assert hosted.waiting.startswith("none of 2 nodes is heard"), "its time is over, and yet nobody is judged"
+        assert engine._timer_at is not None
+        assert engine._timer_at > clock.now
+        clock.now = engine._timer_at
+        engine._pulse_at = None  # nobody thinks that this was a stall
+        await passing(engine, clock, 0.2)
         assert kinds(engine).count("NodeLost") == 2
 
 
@@ -405,7 +413,7 @@ async def test_words_said_while_the_loss_is_being_written_change_nothing() -> No
 
 @pytest.mark.rule("J4")
 async def test_a_watch_that_is_not_read_overflows_and_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MAX_WATCHED", 4)
+    monkeypatch.setattr(hosted_module, "MAX_WATCHED", 4)
     engine = make(MemoryJournal(), Clock())
     async with serving(engine):
         await engine.submit(RUN, joining("n0", nnodes=(1, 50)))

@@ -8,7 +8,7 @@ import pytest
 
 from nvrx.core.ids import RunId
 from nvrx.core.presence import HostedStores, StoreMode
-from nvrx.server.engine import Hosted
+from nvrx.server.hosted import Hosted
 from nvrx.server.store_host.control import Paths
 from nvrx.server.store_host.host import StoreConfig, StoreHost
 from tests.core.driver import World

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from nvrx.core.ids import RunId
-from nvrx.server import engine as engine_module
+from nvrx.server import hosted as hosted_module
 from nvrx.v1 import common_pb2, run_pb2
 
 from .coordination import RUN, SUCCEEDED, WAIT_S, HandAgent, Served, exited, info_of, refused, serving, world
@@ -112,7 +112,7 @@ async def test_a_watch_replays_more_facts_than_one_read(monkeypatch: pytest.Monk
 
 @pytest.mark.rule("J4")
 async def test_a_watcher_that_does_not_read_is_told_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MAX_WATCHED", 4)
+    monkeypatch.setattr(hosted_module, "MAX_WATCHED", 4)
     large = [common_pb2.Device(local_rank=one % 2, uuid="u" * 128, pci_bus_id="p" * 128) for one in range(500)]
     async with serving() as served:
         await HandAgent(served, "n0", nnodes=(2, 500)).join()

@@ -182,7 +182,6 @@ def a_stall_of_the_coordinator_is_held_against_the_nodes(patch: pytest.MonkeyPat
 def the_end_of_an_older_stream_shortens_the_lease(patch: pytest.MonkeyPatch) -> None:
     def close_session(self: Any, session: Any) -> None:
         hosted = self.runs[session.run_id]
-        hosted.session_ended.set()
         if hosted.sessions.get(session.node_id) is session:
             del hosted.sessions[session.node_id]
         hosted.presence.disconnected(session.node_id, session.incarnation, self.now(hosted))
