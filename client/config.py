@@ -19,7 +19,7 @@ from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
-from nvrx.core.ids import ArrayRank, DomainId, NodeId, name_problem
+from nvrx.core.ids import ArrayRank, DomainId, GlobalRank, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
 from nvrx.core.shape import NodeCounts, RankPolicy, RestartBudget, SettingsWish, Shape
@@ -27,6 +27,7 @@ from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
+from .log_file import Rotation
 from .machine import this_machine
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
@@ -62,6 +63,9 @@ class JoinOptions:
     """None: in a Slurm array only, where Slurm takes the node back."""
     stops_on_partition: bool = False
     log_dir: Path = Path("nvrx-logs")
+    tee: str | None = None
+    """`all`, `rank0` or `none`; None: all where there is one node, else rank0."""
+    log_rotation: Rotation | None = None
     token: str | None = None
     reopen: bool = False
     segment_size: int | None = None
@@ -70,6 +74,11 @@ class JoinOptions:
     parallel_sizes: Mapping[str, int | None] = field(default_factory=dict)
     """By field of ParallelSizes; None where the worker command is to say it."""
     fingerprint: Wishes = Wishes()
+
+    def shows(self, rank: GlobalRank) -> bool:
+        """G8: whether a worker's output also goes to the agent's own streams."""
+        tee = self.tee or ("all" if self.nnodes.max_nodes == 1 else "rank0")
+        return tee == "all" or (tee == "rank0" and rank == 0)
 
 
 @dataclass(frozen=True)

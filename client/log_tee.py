@@ -1,0 +1,213 @@
+"""Shows workers' output on a stream of the agent's own, each line with its prefix; a slow reader costs lines, not time.
+
+Must not know: workers, ranks, files, sockets, or anything outside the standard library.
+Bytes are never decoded. `offer` never blocks: a thread per stream writes, its queue is bounded, and what
+finds it full is dropped and counted.
+"""
+
+import errno
+import os
+import re
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_QUEUE_BYTES = 8 * 1024 * 1024
+# A line without an end is shown after this long, or when it is this long: progress bars have none for hours.
+_PARTIAL_AFTER_S = 0.2
+_PARTIAL_BYTES = 64 * 1024
+# Written at once, cut at the end of a line: others write to the same terminal or pipe.
+_PIECE_BYTES = 64 * 1024
+_GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ECONNRESET, errno.ENXIO)
+_INNER_START = re.compile(rb"\n(?=[^\r])|\r(?=[^\r\n])")
+
+
+class Shown:
+    """One worker's output, on its way to a stream."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self.prefix = prefix
+        self.partial = b""
+        self.partial_since_s = 0.0
+
+
+class Joined:
+    """Lines of many on one stream: knows whose line is unfinished there, and where a prefix is due. Pure."""
+
+    def __init__(self) -> None:
+        self._open: Shown | None = None
+        self._after_return = False
+
+    def add(self, shown: Shown, text: bytes) -> bytes:
+        """What to write for this text, that need not end a line."""
+        if not text:
+            return b""
+        before = b"\n" if self._open is not None and self._open is not shown else b""
+        starts = self._open is not shown or self._after_return
+        if starts and self._after_return and self._open is shown and text[:1] == b"\n":
+            starts = False  # a line end in two parts
+        elif starts and text[:1] == b"\r" and text[:2] != b"\r\n":
+            starts = False  # the line begins after it
+        if b"\r" in text:
+            inner = _INNER_START.sub(lambda found: found[0] + shown.prefix, text)
+        else:
+            inner = text[:-1].replace(b"\n", b"\n" + shown.prefix) + text[-1:]
+        self._open = None if text.endswith(b"\n") else shown
+        self._after_return = text.endswith(b"\r")
+        return before + (shown.prefix if starts else b"") + inner
+
+    def end(self, shown: Shown) -> bytes:
+        """After the last of this output."""
+        if self._open is not shown:
+            return b""
+        self._open = None
+        return b"\n"
+
+    def line(self, text: bytes) -> bytes:
+        """A whole line of our own."""
+        before = b"\n" if self._open is not None else b""
+        self._open = None
+        return before + text
+
+
+class Tee:
+    """One stream of the agent."""
+
+    def __init__(self, fd: int, name: str, say: Callable[[str], None]) -> None:
+        self._fd = fd
+        self._name = name
+        self._say = say
+        self._joined = Joined()
+        self._queue: deque[tuple[Shown, bytes | None]] = deque()
+        self._queued_bytes = 0
+        self._wakeup = threading.Condition()
+        self._partials: dict[Shown, None] = {}
+        self._gap = 0  # lines dropped since the last note on the stream
+        self._dropped = 0
+        self._gone = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"tee to {name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, shown: Shown, data: bytes | None) -> None:
+        """Show this; None: that was all of it."""
+        size = len(data) if data is not None else 0
+        with self._wakeup:
+            if data is not None and (self._gone or self._queued_bytes + size > _QUEUE_BYTES):
+                self._drop(data)
+                return
+            self._queue.append((shown, data))
+            self._queued_bytes += size
+            self._wakeup.notify()
+
+    def close(self, within_s: float) -> None:
+        """Show what is queued, if the reader takes it in time; then say what was not shown."""
+        with self._wakeup:
+            self._closing = True
+            self._wakeup.notify()
+        self._thread.join(within_s)
+        with self._wakeup:
+            unshown = self._dropped + sum(_lines(data) for _, data in self._queue if data is not None)
+        if unshown:
+            self._say(f"{unshown} lines of workers' output were not shown on {self._name}; the log files have them")
+
+    # --- below
+
+    def _drop(self, data: bytes) -> None:
+        if not self._dropped and not self._gone:
+            self._say(
+                f"{self._name} is read too slowly: lines of workers' output are left out there, the log files have them"
+            )
+        lines = _lines(data)
+        self._dropped += lines
+        self._gap += lines
+
+    def _run(self) -> None:
+        while True:
+            with self._wakeup:
+                if not self._queue and not self._closing:
+                    self._wakeup.wait(self._next_partial_s())
+                taken, self._queue = self._queue, deque()
+                gap, self._gap = self._gap, 0
+                closing = self._closing
+            for shown, data in taken:
+                self._write(self._take(shown, data))
+                if data is not None:
+                    with self._wakeup:  # only now: what is being written is still held
+                        self._queued_bytes -= len(data)
+            if gap:
+                note = f"[nvrx] {gap} lines of workers' output are left out here: this is read too slowly\n"
+                self._write(self._joined.line(note.encode()))
+            self._show_partials(everything=closing)
+            if closing and not taken:
+                return
+
+    def _next_partial_s(self) -> float | None:
+        if not self._partials:
+            return None
+        return max(0.0, next(iter(self._partials)).partial_since_s + _PARTIAL_AFTER_S - time.monotonic())
+
+    def _take(self, shown: Shown, data: bytes | None) -> bytes:
+        if data is None:
+            last = self._joined.add(shown, shown.partial)
+            self._forget_partial(shown)
+            return last + self._joined.end(shown)
+        whole_until = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if whole_until:
+            text = shown.partial + data[:whole_until]
+            self._forget_partial(shown)
+            self._hold(shown, data[whole_until:])
+            return self._joined.add(shown, text)
+        self._hold(shown, shown.partial + data)
+        return self._show(shown) if len(shown.partial) > _PARTIAL_BYTES else b""
+
+    def _hold(self, shown: Shown, partial: bytes) -> None:
+        if partial and shown not in self._partials:
+            shown.partial_since_s = time.monotonic()
+            self._partials[shown] = None
+        shown.partial = partial
+
+    def _forget_partial(self, shown: Shown) -> None:
+        shown.partial = b""
+        self._partials.pop(shown, None)
+
+    def _show(self, shown: Shown) -> bytes:
+        text = self._joined.add(shown, shown.partial)
+        self._forget_partial(shown)
+        return text
+
+    def _show_partials(self, everything: bool) -> None:
+        due_s = time.monotonic() - _PARTIAL_AFTER_S
+        for shown in list(self._partials):
+            if everything or shown.partial_since_s <= due_s:
+                self._write(self._show(shown))
+
+    def _write(self, text: bytes) -> None:
+        rest = memoryview(text)
+        while rest and not self._gone:
+            start = len(text) - len(rest)
+            line_end = text.rfind(b"\n", start, start + _PIECE_BYTES) + 1
+            piece = rest[: line_end - start] if line_end and len(rest) > _PIECE_BYTES else rest[:_PIECE_BYTES]
+            try:
+                rest = rest[os.write(self._fd, piece) :]
+            except BlockingIOError:  # somebody made the stream so, for all who share it
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError as error:
+                self._on_error(error, bytes(rest))
+                return
+
+    def _on_error(self, error: OSError, rest: bytes) -> None:
+        with self._wakeup:
+            self._dropped += _lines(rest)
+            if error.errno in _GONE:
+                self._gone = True
+        if self._gone:
+            self._say(f"{self._name} is closed ({error.strerror}): workers' output is in the log files only")
+
+
+def _lines(data: bytes) -> int:
+    return data.count(b"\n") or 1
