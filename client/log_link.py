@@ -65,7 +65,7 @@ class LogLink:
         self._keeping: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Flushed]] = {}
-        self._is_late = False
+        self.is_late = False
         self._closing = False
 
     @classmethod
@@ -100,7 +100,7 @@ class LogLink:
 
         While an earlier answer is overdue (a file system hangs) it does not wait at all.
         """
-        if self._current is None or self._is_late:
+        if self._current is None or self.is_late:
             return Flushed()
         number = next(self._numbers)
         answer: asyncio.Future[Flushed] = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ class LogLink:
             async with asyncio.timeout(_FLUSH_WITHIN_S):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            self._is_late = number in self._asked
+            self.is_late = number in self._asked
             log.warning("the last of %s is not written yet; the file system may hang", path)
             return Flushed()
 
@@ -161,7 +161,7 @@ class LogLink:
             if not answer.done():
                 answer.set_result(Flushed())
         self._asked.clear()
-        self._is_late = False
+        self.is_late = False
 
     async def _hear(self, current: _Process) -> str:
         """Until its end; how it ended."""
@@ -183,7 +183,7 @@ class LogLink:
             log.warning("%s", message["text"])
             return
         answer = self._asked.pop(message["number"], None)
-        self._is_late = False
+        self.is_late = False
         if answer is not None and not answer.done():
             missing = message["missing_tail"]
             answer.set_result(Flushed(missing.encode("latin-1") if missing is not None else None))

@@ -80,7 +80,7 @@ class Tee:
         self._name = name
         self._say = say
         self._joined = Joined()
-        self._queue: deque[tuple[Shown, bytes | None]] = deque()
+        self._queue: deque[tuple[Shown | None, bytes | None]] = deque()  # for nobody: a line of our own
         self._queued_bytes = 0
         self._wakeup = threading.Condition()
         self._partials: dict[Shown, None] = {}
@@ -98,6 +98,7 @@ class Tee:
             if data is not None and (self._gone or self._queued_bytes + size > _QUEUE_BYTES):
                 self._drop(data)
                 return
+            self._note_gap()
             self._queue.append((shown, data))
             self._queued_bytes += size
             self._wakeup.notify()
@@ -109,7 +110,8 @@ class Tee:
             self._wakeup.notify()
         self._thread.join(within_s)
         with self._wakeup:
-            unshown = self._dropped + sum(_lines(data) for _, data in self._queue if data is not None)
+            queued = sum(_lines(data) for shown, data in self._queue if shown is not None and data is not None)
+            unshown = self._dropped + queued
         if unshown:
             self._say(f"{unshown} lines of workers' output were not shown on {self._name}; the log files have them")
 
@@ -124,32 +126,40 @@ class Tee:
         self._dropped += lines
         self._gap += lines
 
+    def _note_gap(self) -> None:
+        if self._gap:
+            note = f"[nvrx] {self._gap} lines of workers' output are left out here: this is read too slowly\n"
+            self._queue.append((None, note.encode()))
+            self._queued_bytes += len(note)
+            self._gap = 0
+
     def _run(self) -> None:
         while True:
             with self._wakeup:
-                if not self._queue and not self._closing:
+                if not self._queue and not self._gap and not self._closing:
                     self._wakeup.wait(self._next_partial_s())
-                taken, self._queue = self._queue, deque()
-                gap, self._gap = self._gap, 0
+                if not self._queue:
+                    self._note_gap()
+                shown, data = self._queue.popleft() if self._queue else (None, None)
                 closing = self._closing
-            for shown, data in taken:
-                self._write(self._take(shown, data))
-                if data is not None:
-                    with self._wakeup:  # only now: what is being written is still held
-                        self._queued_bytes -= len(data)
-            if gap:
-                note = f"[nvrx] {gap} lines of workers' output are left out here: this is read too slowly\n"
-                self._write(self._joined.line(note.encode()))
-            self._show_partials(everything=closing)
-            if closing and not taken:
-                return
+            if data is None and shown is None:
+                self._show_partials(everything=closing)
+                if closing:
+                    return
+                continue
+            self._write(self._take(shown, data))
+            with self._wakeup:  # only now: what is being written is still held
+                self._queued_bytes -= len(data) if data is not None else 0
+            self._show_partials(everything=False)
 
     def _next_partial_s(self) -> float | None:
         if not self._partials:
             return None
         return max(0.0, next(iter(self._partials)).partial_since_s + _PARTIAL_AFTER_S - time.monotonic())
 
-    def _take(self, shown: Shown, data: bytes | None) -> bytes:
+    def _take(self, shown: Shown | None, data: bytes | None) -> bytes:
+        if shown is None:
+            return self._joined.line(data or b"")
         if data is None:
             last = self._joined.add(shown, shown.partial)
             self._forget_partial(shown)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ class WorkerFiles:
         return self.directory / "agent.log"
 
     def cycle(self, cycle: CycleNumber) -> Path:
-        """The directory of a cycle, made if missing."""
+        """The directory of a cycle, made if missing and possible: a full disk must not keep workers from starting."""
         path = self.directory / f"cycle-{cycle}"
-        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
         return path
 
     def output(self, cycle: CycleNumber, rank: GlobalRank, kind: str) -> Path:
