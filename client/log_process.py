@@ -256,14 +256,15 @@ class LogProcess:
             self._end(source)
             return 0
         left = count
-        if source.tee is None and source.file.splices:
+        tee = source.tee if source.tee is not None and source.tee.has_room(count) else None
+        if tee is None and source.file.splices:
             left -= source.file.splice(self._private_read, left)
         while left:
             data = os.read(self._private_read, left)
             left -= len(data)
             source.file.write(data)
-            if source.tee is not None:
-                source.tee.offer(source.shown, data)
+            if tee is not None:
+                tee.offer(source.shown, data)
         return count
 
     def _end(self, source: _Source) -> None:

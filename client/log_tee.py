@@ -1,8 +1,8 @@
-"""Shows workers' output on a stream of the agent's own, each line with its prefix; a slow reader costs lines, not time.
+"""Shows workers' output on a stream of the agent's own, each line with its prefix; never at a worker's cost.
 
 Must not know: workers, ranks, files, sockets, or anything outside the standard library.
-Bytes are never decoded. `offer` never blocks: a thread per stream writes, its queue is bounded, and what
-finds it full is dropped and counted.
+Bytes are never decoded. `offer` never blocks: a thread per stream writes, its queue is bounded, so is the rate,
+and what finds no room is left out and counted.
 """
 
 import errno
@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 
 _QUEUE_BYTES = 8 * 1024 * 1024
+# Far more than anybody reads. Beyond it prefixes cost processor time that training, and its log files, need.
+_BYTES_PER_S = 8 * 1024 * 1024
 # A line without an end is shown after this long, or when it is this long: progress bars have none for hours.
 _PARTIAL_AFTER_S = 0.2
 _PARTIAL_BYTES = 64 * 1024
@@ -75,7 +77,10 @@ class Joined:
 class Tee:
     """One stream of the agent."""
 
-    def __init__(self, fd: int, name: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, fd: int, name: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._fd = fd
         self._name = name
         self._say = say
@@ -84,23 +89,34 @@ class Tee:
         self._queued_bytes = 0
         self._wakeup = threading.Condition()
         self._partials: dict[Shown, None] = {}
-        self._gap = 0  # lines dropped since the last note on the stream
-        self._dropped = 0
+        self._gap = 0  # bytes left out since the last note on the stream
+        self._left_out = 0
+        self._allowance = float(_BYTES_PER_S)
+        self._allowed_at_s = self._clock()
         self._gone = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"tee to {name}", daemon=True)
         self._thread.start()
 
-    def offer(self, shown: Shown, data: bytes | None) -> None:
-        """Show this; None: that was all of it."""
-        size = len(data) if data is not None else 0
+    def has_room(self, size: int) -> bool:
+        """Whether so much may be offered now; where not, it counts as left out."""
         with self._wakeup:
-            if data is not None and (self._gone or self._queued_bytes + size > _QUEUE_BYTES):
-                self._drop(data)
-                return
+            now_s = self._clock()
+            earned = (now_s - self._allowed_at_s) * _BYTES_PER_S
+            self._allowance = min(self._allowance + earned, _BYTES_PER_S)
+            self._allowed_at_s = now_s
+            if self._gone or self._queued_bytes + size > _QUEUE_BYTES or self._allowance < size:
+                self._leave_out(size)
+                return False
+            self._allowance -= size
+            return True
+
+    def offer(self, shown: Shown, data: bytes | None) -> None:
+        """Show this, for which there is room; None: that was all of it."""
+        with self._wakeup:
             self._note_gap()
             self._queue.append((shown, data))
-            self._queued_bytes += size
+            self._queued_bytes += len(data) if data is not None else 0
             self._wakeup.notify()
 
     def close(self, within_s: float) -> None:
@@ -110,25 +126,25 @@ class Tee:
             self._wakeup.notify()
         self._thread.join(within_s)
         with self._wakeup:
-            queued = sum(_lines(data) for shown, data in self._queue if shown is not None and data is not None)
-            unshown = self._dropped + queued
+            queued = sum(len(data) for shown, data in self._queue if shown is not None and data is not None)
+            unshown = self._left_out + queued
         if unshown:
-            self._say(f"{unshown} lines of workers' output were not shown on {self._name}; the log files have them")
+            self._say(f"{unshown} bytes of workers' output were not shown on {self._name}; they went to the log files")
 
     # --- below
 
-    def _drop(self, data: bytes) -> None:
-        if not self._dropped and not self._gone:
+    def _leave_out(self, size: int) -> None:
+        if not self._left_out and not self._gone:
             self._say(
-                f"{self._name} is read too slowly: lines of workers' output are left out there, the log files have them"
+                f"workers write more than is read from {self._name}, or than {_BYTES_PER_S // 1024**2} MiB/s; some of "
+                "it is left out there, not in the log files"
             )
-        lines = _lines(data)
-        self._dropped += lines
-        self._gap += lines
+        self._left_out += size
+        self._gap += size
 
     def _note_gap(self) -> None:
         if self._gap:
-            note = f"[nvrx] {self._gap} lines of workers' output are left out here: this is read too slowly\n"
+            note = f"[nvrx] {self._gap} bytes of workers' output are left out here; the log files have them\n"
             self._queue.append((None, note.encode()))
             self._queued_bytes += len(note)
             self._gap = 0
@@ -155,7 +171,7 @@ class Tee:
     def _next_partial_s(self) -> float | None:
         if not self._partials:
             return None
-        return max(0.0, next(iter(self._partials)).partial_since_s + _PARTIAL_AFTER_S - time.monotonic())
+        return max(0.0, next(iter(self._partials)).partial_since_s + _PARTIAL_AFTER_S - self._clock())
 
     def _take(self, shown: Shown | None, data: bytes | None) -> bytes:
         if shown is None:
@@ -175,7 +191,7 @@ class Tee:
 
     def _hold(self, shown: Shown, partial: bytes) -> None:
         if partial and shown not in self._partials:
-            shown.partial_since_s = time.monotonic()
+            shown.partial_since_s = self._clock()
             self._partials[shown] = None
         shown.partial = partial
 
@@ -189,7 +205,7 @@ class Tee:
         return text
 
     def _show_partials(self, everything: bool) -> None:
-        due_s = time.monotonic() - _PARTIAL_AFTER_S
+        due_s = self._clock() - _PARTIAL_AFTER_S
         for shown in list(self._partials):
             if everything or shown.partial_since_s <= due_s:
                 self._write(self._show(shown))
@@ -212,12 +228,8 @@ class Tee:
 
     def _on_error(self, error: OSError, rest: bytes) -> None:
         with self._wakeup:
-            self._dropped += _lines(rest)
+            self._left_out += len(rest)
             if error.errno in _GONE:
                 self._gone = True
         if self._gone:
             self._say(f"{self._name} is closed ({error.strerror}): workers' output is in the log files only")
-
-
-def _lines(data: bytes) -> int:
-    return data.count(b"\n") or 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -43,11 +45,15 @@ def test_a_progress_bar_keeps_its_place_on_the_line() -> None:
 class Reader:
     """The other end of the stream, read when told."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.fd, self.write_fd = os.pipe()
         self.said: list[str] = []
         self._heard = threading.Condition()
-        self.tee = Tee(self.write_fd, "standard output", self._say)
+        self.tee = Tee(self.write_fd, "standard output", self._say, clock)
+
+    def show(self, shown: Shown, data: bytes) -> None:
+        if self.tee.has_room(len(data)):
+            self.tee.offer(shown, data)
 
     def _say(self, text: str) -> None:
         with self._heard:
@@ -82,17 +88,17 @@ def test_what_has_no_line_end_is_shown_all_the_same() -> None:
 
 @pytest.mark.rule("G8")
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_reader_that_is_slow_misses_lines_and_is_told_how_many(
+def test_a_reader_that_is_slow_misses_output_and_is_told_how_much(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Field case C126: `offer` returns at once while nobody reads."""
+    """Field case C126: `has_room` and `offer` return at once while nobody reads."""
     monkeypatch.setattr(log_tee, "_QUEUE_BYTES", 256 * 1024)
     reader, shown = Reader(), Shown(b"")
     os.set_blocking(reader.write_fd, blocking)
     line = b"%0999d\n" % 7
     for _ in range(2000):
-        reader.tee.offer(shown, line)
-    reader.wait_said("standard output is read too slowly")
+        reader.show(shown, line)
+    reader.wait_said("workers write more than is read from standard output")
     text: list[bytes] = []
     reading = threading.Thread(target=lambda: text.extend(iter(lambda: os.read(reader.fd, 65536), b"")))
     reading.start()
@@ -103,9 +109,9 @@ def test_a_reader_that_is_slow_misses_lines_and_is_told_how_many(
     notes = [one for one in lines if one.startswith(b"[nvrx] ")]
     missing = sum(int(one.split()[1]) for one in notes)
     assert set(lines) - set(notes) == {line}
-    assert missing + len(lines) - len(notes) == 2000
+    assert missing + 1000 * (len(lines) - len(notes)) == 2000 * 1000
     assert len(reader.said) == 2
-    assert reader.said[-1].startswith(f"{missing} lines of workers' output were not shown on standard output")
+    assert reader.said[-1].startswith(f"{missing} bytes of workers' output were not shown on standard output")
 
 
 @pytest.mark.rule("G8")
@@ -113,9 +119,9 @@ def test_a_reader_that_never_reads_again_holds_up_nobody(monkeypatch: pytest.Mon
     monkeypatch.setattr(log_tee, "_QUEUE_BYTES", 256 * 1024)
     reader, shown = Reader(), Shown(b"")
     for _ in range(1000):
-        reader.tee.offer(shown, b"%0999d\n" % 7)
+        reader.show(shown, b"%0999d\n" % 7)
     reader.tee.close(0.0)
-    assert " lines of workers' output were not shown" in reader.said[-1]
+    assert " bytes of workers' output were not shown" in reader.said[-1]
     os.close(reader.fd)  # lets its thread end
 
 
@@ -127,7 +133,19 @@ def test_a_reader_that_is_gone_is_said_once() -> None:
     reader.tee.offer(shown, b"one\n")
     reader.wait_said("standard output is closed (Broken pipe)")
     for _ in range(10):
-        reader.tee.offer(shown, b"more\n")
+        reader.show(shown, b"more\n")
     reader.tee.close(PATIENCE_S)
     assert len(reader.said) == 2
-    assert reader.said[-1].startswith("11 lines")
+    assert reader.said[-1].startswith("54 bytes")
+
+
+@pytest.mark.rule("G8")
+def test_more_than_anybody_reads_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a quick reader too: prefixes for a gigabyte would take the processors from training."""
+    monkeypatch.setattr(log_tee, "_BYTES_PER_S", 1024 * 1024)
+    now_s = 0.0
+    reader = Reader(lambda: now_s)
+    assert [reader.tee.has_room(400 * 1024) for _ in range(4)] == [True, True, False, False]
+    now_s = 0.5
+    assert [reader.tee.has_room(400 * 1024) for _ in range(2)] == [True, False]
+    reader.wait_said("more than is read from standard output, or than 1 MiB/s")
