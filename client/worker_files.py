@@ -11,8 +11,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvrx.commandline import Failed
 from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL
-from nvrx.core.ids import CycleNumber, GlobalRank, NodeId, RunId
+from nvrx.core.ids import CycleNumber, GlobalRank, NodeId, RunId, name_problem
 
 _MAX_ERROR_FILE = 1024 * 1024
 
@@ -29,6 +30,10 @@ class WorkerFiles:
     """The files of one node in one run."""
 
     def __init__(self, log_dir: Path, run_id: RunId, node_id: NodeId) -> None:
+        """Raises Failed where an id, that the coordinator may have told, would lead elsewhere."""
+        for problem in (name_problem("the run id", run_id), name_problem("the node id", node_id)):
+            if problem is not None:
+                raise Failed(f"no folder for logs: {problem}")
         self.directory = log_dir.absolute() / run_id / node_id
 
     @property
