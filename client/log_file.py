@@ -36,21 +36,28 @@ class Disk:
         self.say = say
         self.clock = clock
         self._failing: set[bytes] = set()
+        self._announced = False
         self._quiet_until_s = clock()
 
     def fails(self, path: bytes, error: OSError) -> None:
         now_s = self.clock()
         if not self._failing and now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + _QUIET_S
+            self._announced = True
             self.say(
                 f"cannot write {os.fsdecode(path)}: {error.strerror}; what workers print is dropped where it cannot "
                 "be written, training goes on; make room, and writing goes on"
             )
         self._failing.add(path)
 
-    def works(self, path: bytes, dropped: int, why: str) -> None:
+    def works(self, path: bytes, dropped: int, why: str) -> bool:
+        """Whether that was said: not where the trouble was not worth a word, either."""
+        said = self._announced
+        if said:
+            self.say(f"{os.fsdecode(path)} is written again; {dropped} bytes were dropped ({why})")
         self._failing.discard(path)
-        self.say(f"{os.fsdecode(path)} is written again; {dropped} bytes were dropped ({why})")
+        self._announced = self._announced and bool(self._failing)
+        return said
 
     def ends(self, path: bytes, dropped: int, why: str) -> None:
         """The output is over, and some of it is missing."""
@@ -70,6 +77,7 @@ class LogFile:
         self._failure: OSError | None = None
         self._retry_at_s = 0.0
         self._dropped = 0
+        self._unsaid = 0  # dropped earlier, of which only the file tells
         self._dropped_tail = b""
         try:
             self._open()
@@ -119,8 +127,10 @@ class LogFile:
             self._drop(bytes(unwritten.rest))
 
     def close(self) -> None:
-        if self._dropped and (self._failure is None or not self._recovers()):
-            self._disk.ends(self._path, self._dropped, self._why())
+        if self._dropped:
+            self._recovers()
+        if missing := self._dropped + self._unsaid:
+            self._disk.ends(self._path, missing, self._why())
         if self._fd is not None:
             with contextlib.suppress(OSError):  # network file systems report late; nobody is left to act on it
                 os.close(self._fd)
@@ -205,7 +215,8 @@ class LogFile:
             self._fail(unwritten.error)
             return False
         self._failure = None
-        self._disk.works(self._path, self._dropped, why)
+        missing = self._dropped + self._unsaid
+        self._unsaid = 0 if self._disk.works(self._path, missing, why) else missing
         self._dropped, self._dropped_tail = 0, b""
         return True
 

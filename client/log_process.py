@@ -13,6 +13,7 @@ import array
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -51,7 +52,7 @@ _MUCH_BYTES = PIPE_BYTES // 4
 # A flush takes what a pipe held when it was asked for; more is being written by something that lives.
 _FLUSH_BYTES = 4 * PIPE_BYTES
 _TAILS_KEPT = 256
-_TEE_CLOSES_WITHIN_S = 1.0
+_TEES_CLOSE_WITHIN_S = 0.5
 _SAID_QUEUED = 1000
 
 
@@ -110,8 +111,9 @@ class LogProcess:
             most = self._drain_ready()
             if most:
                 self._look_away(most)
+        deadline_s = time.monotonic() + _TEES_CLOSE_WITHIN_S
         for tee in self._tees.values():
-            tee.close(_TEE_CLOSES_WITHIN_S)
+            tee.close(max(0.0, deadline_s - time.monotonic()))
         self._tell()
         if self._control is not None:
             self._control.close()
@@ -310,6 +312,9 @@ def main(arguments: list[str]) -> int:
         os.set_inheritable(fd, False)
     handover = socket.socket(fileno=handover_fd)
     handover.setblocking(False)
+    with contextlib.suppress(OSError, ValueError):  # four for each worker; nothing is started from here
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     rotation = Rotation(max_bytes, keep) if max_bytes else None
     LogProcess(Channel(socket.socket(fileno=control_fd)), handover, agent_pid, (read_fd, write_fd), rotation).run()
     return 0

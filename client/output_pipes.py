@@ -49,7 +49,7 @@ class _Pair:
     message: bytes
     fds: tuple[int, ...]
     sent: bool = False
-    over: bool = False  # no process is left that could write
+    forgotten: bool = False  # to be closed as soon as it is sent
 
     def close(self) -> None:
         for fd in self.fds:
@@ -62,6 +62,7 @@ class OutputPipes:
         self._socket = to_log_process
         self._numbers = 0
         self._pairs: list[_Pair] = []
+        self._former: list[_Pair] = []
         self._unsent: deque[_Pair] = deque()
         if to_log_process is not None:
             to_log_process.setblocking(False)
@@ -111,24 +112,29 @@ class OutputPipes:
                 pass  # agent and log process are gone: nobody is left to write it
             self._unsent.popleft()
             pair.sent = True
-            if pair.over:
+            if pair.forgotten:
                 pair.close()
 
     def hand_over_again(self) -> None:
         """There is a new log process. What the old one took without writing is lost, nothing else."""
-        self._unsent = deque([*(pair for pair in self._unsent if pair.over), *self._pairs])
+        forgotten = [pair for pair in self._unsent if pair.forgotten]
+        self._unsent = deque([*forgotten, *self._former, *self._pairs])
         for pair in self._unsent:
             pair.sent = False
         if self._socket is not None:
             self.flush()
 
     def forget(self) -> None:
-        """No process is left that writes; what is in the pipes is the log process's."""
-        for pair in self._pairs:
-            pair.over = True
+        """No process is left that writes.
+
+        What is in the pipes is the log process's; should it die in the same moment, as when memory runs out, the next
+        one finds them here until another cycle is over.
+        """
+        for pair in self._former:
+            pair.forgotten = True
             if pair.sent:
                 pair.close()
-        self._pairs.clear()
+        self._former, self._pairs = self._pairs, []
 
     # --- below
 

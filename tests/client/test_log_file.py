@@ -114,6 +114,9 @@ def test_a_disk_that_fails_again_and_again_is_not_announced_each_time(tmp_path: 
         through_pipe(file, b"kept")
     assert len([line for line in said.lines if "cannot write" in line]) == 1
     assert (tmp_path / "log").read_bytes().count(b"kept") == 20
+    assert len(said.lines) == 2
+    file.close()
+    assert said.lines[2:] == [f"{4 * 19} bytes of {tmp_path / 'log'} were dropped (an earlier failure)"]
 
 
 @pytest.mark.rule("G8")

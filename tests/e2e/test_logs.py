@@ -204,6 +204,30 @@ def test_the_log_process_may_die_under_a_run(cluster: Cluster) -> None:
     assert cluster.log_of("n0", 0, "rank-0.out").read_bytes() == b"m" * 3 * MEBIBYTE
 
 
+@pytest.mark.rule("G8", "E2")
+def test_a_log_process_that_hangs_stops_neither_supervision_nor_restarts(cluster: Cluster) -> None:
+    """As on a network file system that is gone: it is suspended here. A worker that writes too much waits."""
+    cluster.serve()
+    agent = cluster.join("n0", "--nproc-per-node", "2")
+    blocked = cluster.worker("n0")
+    cluster.wait_for("CycleRunning", 0)
+    [log_process] = [pid for pid in cluster.alive() if _name(pid) == "nvrx-logs"]
+    os.kill(log_process, signal.SIGSTOP)
+    blocked.tell("print", fd=1, text="b" * 1024, times=3 * 1024)
+    cluster.worker("n0", local_rank=1).tell("_exit", code=5)
+    assert cluster.wait_for("CycleEnded", 0).detail["failure"]["exit_code"] == 5
+    cluster.wait_for("CycleRunning", 1)
+    assert [one for one in blocked.messages if one["event"] == "printed"] == []
+    agent.send(signal.SIGTERM)
+    assert agent.ended() == 128 + signal.SIGTERM
+    agent.said(r"workers' output is still being written; process \d+ goes on with it")
+    os.kill(log_process, signal.SIGCONT)
+    cluster.board.until(lambda: "nvrx-logs" not in map(_name, cluster.alive()), "the log process to end")
+    written = cluster.log_of("n0", 0, "rank-0.out").read_bytes()
+    assert set(written) == {ord("b")}
+    assert len(written) >= 64 * 1024
+
+
 def _name(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/comm") as file:
