@@ -33,6 +33,7 @@ from .config import NodeConfig
 from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from .cycle_info import CycleInfo
+from .log_link import LogError, LogLink
 from .processes import pid_space
 from .progress import CheckpointProgress
 from .rank_maps import KeptMaps, Wanted
@@ -88,10 +89,13 @@ class _Life:
 class NodeAgent:
     """Runs one node's share of a run, from joining to the exit code."""
 
-    def __init__(self, config: NodeConfig, coordinator: Coordinator, link: SupervisorLink, version: str) -> None:
+    def __init__(
+        self, config: NodeConfig, coordinator: Coordinator, link: SupervisorLink, logs: LogLink, version: str
+    ) -> None:
         self._config = config
         self._coordinator = coordinator
         self._link = link
+        self._logs = logs
         self._version = version
         self._agent = machine.Agent(config.leaves_when_excluded)
         self._host = pid_space()
@@ -129,6 +133,7 @@ class NodeAgent:
             listening.cancel()
             self._ports.close()
             await self._link.close(grace_s=self._config.options.stop_grace_s)
+            await self._logs.close()
 
     async def _live(self) -> machine.Exit | machine.Rejoin:
         """One incarnation, from joining to its end."""
@@ -327,9 +332,9 @@ class NodeAgent:
 
     async def _hear_supervisor(self) -> None:
         while True:
-            self._on_supervisor(await self._link.events.get())
+            await self._on_supervisor(await self._link.events.get())
 
-    def _on_supervisor(self, event: Event) -> None:
+    async def _on_supervisor(self, event: Event) -> None:
         match event:
             case Spawned():
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
@@ -338,7 +343,7 @@ class NodeAgent:
             case Exited():
                 if self._progress is not None:
                     self._progress.look()
-                self._observe(machine.WorkerEnded(CycleNumber(event.cycle), self._worker_exit(event)))
+                self._observe(machine.WorkerEnded(CycleNumber(event.cycle), await self._worker_exit(event)))
             case Gone(cycle=None):
                 pass
             case Gone():
@@ -351,8 +356,9 @@ class NodeAgent:
                 log.error("the supervisor ended (%s), and this node's workers with it", event.message)
                 self._finish(machine.Exit(EXIT_FAILED, "the supervisor ended"))
 
-    def _worker_exit(self, event: Exited) -> WorkerExit:
+    async def _worker_exit(self, event: Exited) -> WorkerExit:
         assert self._life is not None
+        files = self._life.files
         workers = self._agent.workers
         name = signal_name(event.signal) if event.signal is not None else ""
         succeeded = event.exit_code == 0
@@ -361,7 +367,9 @@ class NodeAgent:
             rank = global_rank(
                 workers.assignment.group_rank, LocalRank(event.local_rank), workers.assignment.workers_per_node
             )
-            words = self._life.files.last_words(CycleNumber(event.cycle), rank)
+            cycle = CycleNumber(event.cycle)
+            flushed = await self._logs.flush(str(files.output(cycle, rank, "err")))
+            words = files.last_words(cycle, rank, flushed.missing_tail)
             message, tail = words.message or _unusual(event), words.stderr_tail
             log.error(
                 "cycle %d: rank %d (local rank %d) failed: %s%s",
@@ -475,11 +483,23 @@ async def run_node(config: NodeConfig, version: str) -> int:
     where = ",".join(str(one) for one in config.options.coordinators)
     key = hashlib.sha256(f"{where}\0{config.run_id}\0{config.node_id}".encode()).hexdigest()[:32]
     try:
-        link = await SupervisorLink.start(config.runtime_dir, key, identity, stop_grace_s=config.options.stop_grace_s)
+        logs = await LogLink.start(config.options.log_rotation)
+    except LogError as error:
+        raise Failed(str(error)) from error
+    try:
+        link = await SupervisorLink.start(
+            config.runtime_dir,
+            key,
+            identity,
+            stop_grace_s=config.options.stop_grace_s,
+            handover_fd=logs.handover_fd,
+        )
     except SupervisorError as error:
+        await logs.close()
         raise Failed(f"cannot start the supervisor of workers: {error}") from error
+    logs.supervised(link.hand_outputs_over_again)
     coordinator = Coordinator(config.options.coordinators, config.options.token)
     try:
-        return await NodeAgent(config, coordinator, link, version).run()
+        return await NodeAgent(config, coordinator, link, logs, version).run()
     finally:
         await coordinator.close()

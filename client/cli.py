@@ -45,6 +45,7 @@ from .app import run_node
 from .check import check_node
 from .config import JoinOptions, resolve
 from .local_coordinator import with_local_coordinator
+from .log_file import Rotation
 from .numa import NumaWish
 from .options import NODE_OPTIONS, SIZE_OF
 
@@ -176,6 +177,8 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         stops_on_partition=given["on_partition"] == "stop",
         log_dir=given["log_dir"],
         cycle_info_dir=given["cycle_info_dir"],
+        tee=given["tee"],
+        log_rotation=Rotation(given["log_max_size"], given["log_keep"]) if given["log_max_size"] else None,
         token=token,
         reopen=given["reopen"],
         segment_size=given["segment_size"],

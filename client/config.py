@@ -20,7 +20,7 @@ from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.endpoint import HostPort
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.fingerprint import Wishes, fingerprint, same_env_problem
-from nvrx.core.ids import ArrayRank, DomainId, NodeId, name_problem
+from nvrx.core.ids import ArrayRank, DomainId, GlobalRank, NodeId, name_problem
 from nvrx.core.launch import launch_problem
 from nvrx.core.parallel import parallel_sizes
 from nvrx.core.shape import NodeCounts, RankPolicy, RestartBudget, SettingsWish, Shape
@@ -29,6 +29,7 @@ from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
 from .gpu_devices import VISIBLE, NodeGpus
+from .log_file import Rotation
 from .machine import this_machine
 from .numa import NumaPlan, NumaWish, plan_numa
 
@@ -66,6 +67,9 @@ class JoinOptions:
     stops_on_partition: bool = False
     log_dir: Path = Path("nvrx-logs")
     cycle_info_dir: Path | None = None
+    tee: str | None = None
+    """`all`, `rank0` or `none`; None: all where there is one node, else rank0."""
+    log_rotation: Rotation | None = None
     token: str | None = None
     reopen: bool = False
     segment_size: int | None = None
@@ -75,6 +79,11 @@ class JoinOptions:
     """By field of ParallelSizes; None where the worker command is to say it."""
     fingerprint: Wishes = Wishes()
     numa: NumaWish = NumaWish()
+
+    def shows(self, rank: GlobalRank) -> bool:
+        """G8: whether a worker's output also goes to the agent's own streams."""
+        tee = self.tee or ("all" if self.nnodes.max_nodes == 1 else "rank0")
+        return tee == "all" or (tee == "rank0" and rank == 0)
 
 
 @dataclass(frozen=True)

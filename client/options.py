@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from nvrx.commandline import EndpointsType, NnodesType, Seconds, option
+from nvrx.commandline import EndpointsType, NnodesType, Seconds, Size, option
 from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.facts import DEFAULT_STOP_GRACE_S
 from nvrx.core.numa import GPUS_PER_NUMA, MemoryMode, NumaSource
@@ -22,6 +22,9 @@ from nvrx.core.shape import (
 )
 
 from .config import DEFAULT_COORDINATOR_GRACE_S
+
+LEAST_LOG_BYTES = 4096
+DEFAULT_LOG_KEEP = 5
 
 SIZE_OF = {
     "tensor_parallel": "Tensor-parallel size",
@@ -124,6 +127,24 @@ _LOGS = [
         "--cycle-info-dir",
         type=click.Path(path_type=Path, file_okay=False),
         help="Each cycle's rank map goes there as a JSON file too, with a link `current` to the latest.",
+    ),
+    option(
+        "--tee",
+        type=click.Choice(["all", "rank0", "none"]),
+        help="Whose output is also shown here, each line with its rank before it [default: all where MAX is 1 node, "
+        "else rank0].",
+    ),
+    option(
+        "--log-max-size",
+        type=Size(least=LEAST_LOG_BYTES),
+        help="A worker's log file over this size becomes FILE.1, and so on, as 64M [default: no limit].",
+    ),
+    option(
+        "--log-keep",
+        type=click.IntRange(1, 1000),
+        default=DEFAULT_LOG_KEEP,
+        show_default=True,
+        help="Old files kept beside each log file that --log-max-size limits.",
     ),
     option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True),
     option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),

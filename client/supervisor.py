@@ -21,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import processes
+from .output_pipes import OutputFiles, OutputPipes
 from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 from .supervisor_record import MARKER_NAME, Record, RecordError, RunningWorker, marker
 from .tree_stop import TreeStop
-from .worker_start import Command, Ended, NotStarted, describe_end, start_worker
+from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker
 
 # What is left of the grace when the agent is gone: all must have ended 5 s after it.
 _ORPHANED_GRACE_S = 3.0
@@ -59,8 +60,10 @@ class _Worker:
 
 
 class Supervisor:
-    def __init__(self, channel: Channel, agent_pid: int, wakeup_fd: int) -> None:
+    def __init__(self, channel: Channel, agent_pid: int, wakeup_fd: int, pipes: OutputPipes) -> None:
         self._channel = channel
+        self._pipes = pipes
+        self._pipes_watched = False
         self._agent_pid = agent_pid
         self._wakeup_fd = wakeup_fd
         self._selector = selectors.DefaultSelector()
@@ -94,6 +97,7 @@ class Supervisor:
             "kill": lambda _: self._begin_stop(0.0),
             "signal": self._on_signal,
             "close": self._on_close,
+            "hand over again": lambda _: self._pipes.hand_over_again(),
         }
 
     def run(self) -> None:
@@ -153,6 +157,11 @@ class Supervisor:
             self._on_agent_gone()
 
     def _watch_unsent(self) -> None:
+        if self._pipes.has_unsent and not self._pipes_watched:
+            self._selector.register(self._pipes, selectors.EVENT_WRITE, self._pipes.flush)
+        elif self._pipes_watched and not self._pipes.has_unsent:
+            self._selector.unregister(self._pipes)
+        self._pipes_watched = self._pipes.has_unsent
         if self._agent_alive:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.has_unsent else 0)
             self._selector.modify(self._channel, events, self._on_channel)
@@ -243,7 +252,7 @@ class Supervisor:
         failed: list[tuple[int, NotStarted]] = []
         for plain in message["workers"]:
             local_rank = int(plain["local_rank"])
-            process = start_worker(self._command(plain))
+            process = self._start(plain)
             if isinstance(process, NotStarted):
                 failed.append((local_rank, process))
                 continue
@@ -267,6 +276,19 @@ class Supervisor:
             end = Ended(reason.exit_code, None, reason.message)
             self._say_exited(cycle, local_rank, end, by_agent=False)
 
+    def _start(self, plain: Message) -> subprocess.Popen[bytes] | NotStarted:
+        prefix = plain["prefix"]
+        files = OutputFiles(
+            unpack_bytes(plain["stdout"]),
+            unpack_bytes(plain["stderr"]),
+            unpack_bytes(prefix) if prefix is not None else None,
+        )
+        try:
+            with self._pipes.open(files) as outputs:
+                return start_worker(self._command(plain), outputs)
+        except OSError as error:
+            return NotStarted(NOT_RUNNABLE, f"cannot open an output of the worker: {error}")
+
     def _command(self, plain: Message) -> Command:
         env = {unpack_bytes(name): unpack_bytes(value) for name, value in plain["env"].items()}
         env[MARKER_NAME.encode()] = self._marker
@@ -274,8 +296,6 @@ class Supervisor:
             argv=[unpack_bytes(argument) for argument in plain["argv"]],
             env=env,
             cwd=unpack_bytes(plain["cwd"]),
-            stdout_path=unpack_bytes(plain["stdout"]),
-            stderr_path=unpack_bytes(plain["stderr"]),
         )
 
     def _on_signal(self, message: Message) -> None:
@@ -345,6 +365,7 @@ class Supervisor:
 
     def _on_nothing_left(self) -> None:
         self._any_left = False
+        self._pipes.forget()
         self._stop = None
         self._write_record()
         self._send("gone", cycle=self._cycle)
@@ -355,7 +376,7 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> int:
-    """`<fd of the socket to the agent> <pid of the agent>`."""
+    """`<fd of the socket to the agent> <pid of the agent> <fd of the socket to the log process, or ->`."""
     fd, agent_pid = int(arguments[0]), int(arguments[1])
     for signo in _IGNORED_SIGNALS:
         signal.signal(signo, signal.SIG_IGN)
@@ -369,7 +390,10 @@ def main(arguments: list[str]) -> int:
     processes.become_subreaper()
     processes.set_parent_death_signal(_AGENT_DIED_SIGNAL)
     os.set_inheritable(fd, False)
-    supervisor = Supervisor(Channel(socket.socket(fileno=fd)), agent_pid, read_fd)
+    to_log_process = socket.socket(fileno=int(arguments[2])) if arguments[2] != "-" else None
+    if to_log_process is not None:
+        to_log_process.set_inheritable(False)
+    supervisor = Supervisor(Channel(socket.socket(fileno=fd)), agent_pid, read_fd, OutputPipes(to_log_process))
     try:
         supervisor.run()
     except Exception:  # noqa: BLE001 - top of this process: whatever the bug, nothing below may outlive us

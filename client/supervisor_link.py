@@ -61,6 +61,8 @@ class WorkerSpec:
     cwd: str
     stdout_path: str
     stderr_path: str
+    # Of its lines on the agent's own streams, where there is a log process; None: not shown there.
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +150,25 @@ class SupervisorLink:
 
     @classmethod
     async def start(
-        cls, runtime_dir: str | Path, key: str, identity: Identity, *, stop_grace_s: float = 15.0
+        cls,
+        runtime_dir: str | Path,
+        key: str,
+        identity: Identity,
+        *,
+        stop_grace_s: float = 15.0,
+        handover_fd: int | None = None,
     ) -> "SupervisorLink":
         """Start the supervisor of `key`; returns when it answers, which may be before an older one has ended.
 
         `runtime_dir` is made, for this user alone. When the agent dies, workers get the smaller of
         `stop_grace_s` and 3 s.
+        `handover_fd`: of a LogLink; without it workers write straight into their files.
         Raises SupervisorError when the directory cannot be used.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = _start_process(theirs.fileno())
+                process = _start_process(theirs.fileno(), handover_fd)
             except OSError as error:
                 ours.close()
                 raise SupervisorError(f"cannot start the supervisor: {error}") from error
@@ -209,6 +218,10 @@ class SupervisorLink:
     def signal(self, signo: int) -> None:
         """Hand a signal on to those workers that handle it (not to their children)."""
         self._send({"type": "signal", "signo": int(signo)})
+
+    def hand_outputs_over_again(self) -> None:
+        """There is a new log process."""
+        self._send({"type": "hand over again"})
 
     async def close(self, *, grace_s: float = 3.0) -> None:
         """End the supervisor, and before it whatever still runs; returns when both are gone."""
@@ -276,16 +289,17 @@ class SupervisorLink:
             await self.events.put(SupervisorDied(how))
 
 
-def _start_process(fd: int) -> subprocess.Popen[bytes]:
+def _start_process(fd: int, handover_fd: int | None) -> subprocess.Popen[bytes]:
     # Held back until it ignores them itself: a signal to the whole step must not end it half-started.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK_SIGNALS)
     try:
         return subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT),
-                *(str(_import_root()), str(fd), str(os.getpid())),
+                *(str(import_root()), str(fd), str(os.getpid())),
+                str(handover_fd) if handover_fd is not None else "-",
             ],
-            pass_fds=(fd,),
+            pass_fds=(fd, handover_fd) if handover_fd is not None else (fd,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # its standard error is the agent's: there it says why it crashed
             start_new_session=True,
@@ -294,8 +308,8 @@ def _start_process(fd: int) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _import_root() -> Path:
-    """The directory that `nvrx` was imported from: the supervisor must be of the same version."""
+def import_root() -> Path:
+    """The directory that `nvrx` was imported from: what we start must be of the same version."""
     assert nvrx.__file__ is not None
     return Path(nvrx.__file__).parent.parent
 
@@ -310,6 +324,7 @@ def _plain(worker: WorkerSpec) -> Message:
         "cwd": pack_bytes(worker.cwd),
         "stdout": pack_bytes(worker.stdout_path),
         "stderr": pack_bytes(worker.stderr_path),
+        "prefix": pack_bytes(worker.prefix) if worker.prefix is not None else None,
     }
 
 

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from nvrx.commandline import Failed
 from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL
-from nvrx.core.ids import CycleNumber, GlobalRank, NodeId, RunId
+from nvrx.core.ids import CycleNumber, GlobalRank, NodeId, RunId, name_problem
 
 _MAX_ERROR_FILE = 1024 * 1024
 
@@ -29,6 +31,10 @@ class WorkerFiles:
     """The files of one node in one run."""
 
     def __init__(self, log_dir: Path, run_id: RunId, node_id: NodeId) -> None:
+        """Raises Failed where an id, that the coordinator may have told, would lead elsewhere."""
+        for problem in (name_problem("the run id", run_id), name_problem("the node id", node_id)):
+            if problem is not None:
+                raise Failed(f"no folder for logs: {problem}")
         self.directory = log_dir.absolute() / run_id / node_id
 
     @property
@@ -37,9 +43,10 @@ class WorkerFiles:
         return self.directory / "agent.log"
 
     def cycle(self, cycle: CycleNumber) -> Path:
-        """The directory of a cycle, made if missing."""
+        """The directory of a cycle, made if missing and possible: a full disk must not keep workers from starting."""
         path = self.directory / f"cycle-{cycle}"
-        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
         return path
 
     def output(self, cycle: CycleNumber, rank: GlobalRank, kind: str) -> Path:
@@ -54,10 +61,13 @@ class WorkerFiles:
         """The map of the cycle once it had ended, with its failure record."""
         return self.cycle(cycle) / "failed-rank-map.json"
 
-    def last_words(self, cycle: CycleNumber, rank: GlobalRank) -> LastWords:
-        """Read what a failed worker left; unreadable files count as silence."""
+    def last_words(self, cycle: CycleNumber, rank: GlobalRank, missing_tail: bytes | None = None) -> LastWords:
+        """Read what a failed worker left; unreadable files count as silence.
+
+        `missing_tail`: the end of its standard error where the file lacks it.
+        """
         directory = self.directory / f"cycle-{cycle}"
-        tail = _tail(directory / f"rank-{rank}.err")
+        tail = _decoded(missing_tail if missing_tail is not None else _tail(directory / f"rank-{rank}.err"))
         written = _torch_error(directory / f"rank-{rank}.error.json")
         lines = [line for line in tail.splitlines() if line.strip()]
         return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
@@ -74,14 +84,25 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path) -> bytes:
+    """Of the file and, where that has just been begun, of the one before it (see LogFile)."""
+    last = _end_of(path, MAX_STDERR_TAIL)
+    before = MAX_STDERR_TAIL - len(last)
+    return (_end_of(path.with_name(f"{path.name}.1"), before) if before else b"") + last
+
+
+def _end_of(path: Path, count: int) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - MAX_STDERR_TAIL))
-            return file.read(MAX_STDERR_TAIL).decode("utf-8", "replace")
+            file.seek(max(0, file.tell() - count))
+            return file.read(count)
     except OSError:
-        return ""
+        return b""
+
+
+def _decoded(tail: bytes) -> str:
+    return tail.decode("utf-8", "replace")
 
 
 def _torch_error(path: Path) -> str:

@@ -39,6 +39,7 @@ def worker_specs(
                 cwd=config.working_directory,
                 stdout_path=str(files.output(given.cycle, rank, "out")),
                 stderr_path=str(files.output(given.cycle, rank, "err")),
+                prefix=f"[rank {rank}] " if config.options.shows(rank) else None,
             )
         )
     return specs

@@ -4,7 +4,6 @@ Must not know: cycles, the agent, the protocol, asyncio, or anything outside the
 Only for a single-threaded process (the supervisor): code runs between fork and exec.
 """
 
-import contextlib
 import errno
 import os
 import signal
@@ -12,12 +11,12 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .output_pipes import Outputs
 from .processes import set_parent_death_signal
 
 # What a shell answers for a command it cannot find, or cannot run.
 _NOT_FOUND = 127
-_NOT_RUNNABLE = 126
-_LOG_MODE = 0o644
+NOT_RUNNABLE = 126
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,6 @@ class Command:
     argv: list[bytes]
     env: dict[bytes, bytes]
     cwd: bytes
-    stdout_path: bytes
-    stderr_path: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +41,22 @@ class Ended:
     message: str
 
 
-def start_worker(command: Command) -> subprocess.Popen[bytes] | NotStarted:
-    """Start it in a process group of its own, with its output going straight into the files.
-
-    No pipe lies between: output costs nothing here, never blocks, and an exit is seen whatever children of
-    the worker keep open.
-    """
-    with contextlib.ExitStack() as files:
-        try:
-            stdout_fd = _open_log(command.stdout_path, files)
-            stderr_fd = _open_log(command.stderr_path, files)
-        except (OSError, ValueError) as error:
-            return NotStarted(_NOT_RUNNABLE, f"cannot open a log file: {error}")
-        try:
-            return subprocess.Popen(
-                command.argv,
-                env=command.env,
-                cwd=command.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout_fd,
-                stderr=stderr_fd,
-                close_fds=True,
-                process_group=0,
-                preexec_fn=_before_exec(os.getpid()),
-            )
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            return _not_started(command, error)
-
-
-def _open_log(path: bytes, files: contextlib.ExitStack) -> int:
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY, _LOG_MODE)
-    files.callback(os.close, fd)
-    return fd
+def start_worker(command: Command, outputs: Outputs) -> subprocess.Popen[bytes] | NotStarted:
+    """Start it in a process group of its own, with these outputs."""
+    try:
+        return subprocess.Popen(
+            command.argv,
+            env=command.env,
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=outputs.stdout_fd,
+            stderr=outputs.stderr_fd,
+            close_fds=True,
+            process_group=0,
+            preexec_fn=_before_exec(os.getpid()),
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return _not_started(command, error)
 
 
 def _before_exec(supervisor_pid: int) -> Callable[[], None]:
@@ -85,7 +66,7 @@ def _before_exec(supervisor_pid: int) -> Callable[[], None]:
     def prepare() -> None:
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != supervisor_pid:  # it died before we asked to be told
-            os._exit(_NOT_RUNNABLE)
+            os._exit(NOT_RUNNABLE)
         for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -96,18 +77,18 @@ def _before_exec(supervisor_pid: int) -> Callable[[], None]:
 def _not_started(command: Command, error: Exception) -> NotStarted:
     program = os.fsdecode(command.argv[0]) if command.argv else "the command"
     if not isinstance(error, OSError) or error.errno is None:
-        return NotStarted(_NOT_RUNNABLE, f"{program}: {error}")
+        return NotStarted(NOT_RUNNABLE, f"{program}: {error}")
     if not os.path.isdir(command.cwd):
-        return NotStarted(_NOT_RUNNABLE, f"working directory {os.fsdecode(command.cwd)}: not found")
+        return NotStarted(NOT_RUNNABLE, f"working directory {os.fsdecode(command.cwd)}: not found")
     match error.errno:
         case errno.ENOENT if os.path.exists(os.path.join(command.cwd, command.argv[0])):
             return NotStarted(_NOT_FOUND, f"{program}: the interpreter that it names is not found")
         case errno.ENOENT | errno.ENOTDIR:
             return NotStarted(_NOT_FOUND, f"{program}: not found")
         case errno.EACCES:
-            return NotStarted(_NOT_RUNNABLE, f"{program}: permission denied")
+            return NotStarted(NOT_RUNNABLE, f"{program}: permission denied")
         case number:
-            return NotStarted(_NOT_RUNNABLE, f"{program}: {os.strerror(number)}")
+            return NotStarted(NOT_RUNNABLE, f"{program}: {os.strerror(number)}")
 
 
 def describe_end(wait_status: int) -> Ended:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -112,6 +113,27 @@ class Seconds(click.ParamType[float]):
         if not self._least <= number < 1e9:
             self.fail(f"{value!r} is not between {self._least:g} and 1e9 seconds", param, ctx)
         return number
+
+
+_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, or of KiB, MiB, GiB: 65536, 64K, 64M, 1G."""
+
+    name = "BYTES"
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"([0-9]{1,18})([KMG]?)(?:i?B)?", str(value).strip(), re.IGNORECASE | re.ASCII)
+        if found is None:
+            self.fail(f"{value!r} is not a size, as 65536, 64K, 64M or 1G", param, ctx)
+        size = int(found[1]) * _UNITS[found[2].upper()]
+        if size < self._least:
+            self.fail(f"{value!r} is less than {self._least} bytes", param, ctx)
+        return size
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str], **extra: Any) -> int:

@@ -49,14 +49,15 @@ class _Json(logging.Formatter):
 
 
 class _Background(logging.Handler):
-    """Queues lines for a daemon thread that writes them to all given descriptors."""
+    """Queues lines for a daemon thread that writes them to one descriptor: none waits for another's reader."""
 
-    def __init__(self, descriptors: list[int]) -> None:
+    def __init__(self, descriptor: int, form: logging.Formatter, file: Path | None = None) -> None:
         super().__init__()
-        self._descriptors = descriptors
+        self.setFormatter(form)
+        self.file = file
+        self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_QUEUED)
         self._dropped = 0
-        self.files: set[Path] = set()
         self._thread = threading.Thread(target=self._write, name="nvrx-log", daemon=True)
         self._thread.start()
 
@@ -69,17 +70,14 @@ class _Background(logging.Handler):
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             dropped, self._dropped = self._dropped, 0
-            note = f"({dropped} log lines were dropped: the reader of this log is too slow)\n" if dropped else ""
+            why = "its disk was full" if self.file is not None else "the reader of this log is too slow"
+            note = f"({dropped} log lines were dropped: {why})\n" if dropped else ""
             data = f"{note}{line}\n".encode("utf-8", "backslashreplace")
-            for descriptor in list(self._descriptors):
-                try:
-                    os.write(descriptor, data)
-                except OSError:
-                    # Closed, or its disk is full: the log is not worth the training that it tells of.
-                    self._descriptors.remove(descriptor)
-
-    def add(self, descriptor: int) -> None:
-        self._descriptors.append(descriptor)
+            try:
+                os.write(self._descriptor, data)
+            except OSError:
+                # Closed, or its disk is full: the log is not worth the training that it tells of. Room may come.
+                self._dropped += dropped + 1
 
     def close(self) -> None:
         super().close()
@@ -92,19 +90,19 @@ class _Background(logging.Handler):
 
 def start(level: str, form: str) -> None:
     """Send the log to standard error."""
-    handler = _Background([STANDARD_ERROR])
-    handler.setFormatter(_Json() if form == "json" else _Text())
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [_Background(STANDARD_ERROR, _Json() if form == "json" else _Text())]
     root.setLevel(level.upper())
 
 
 def add_file(path: Path) -> None:
     """Append the log to a file as well, once. Raises OSError if it cannot be opened."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, _Background) and path not in handler.files:
-            handler.files.add(path)
-            handler.add(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+    root = logging.getLogger()
+    ours = [one for one in root.handlers if isinstance(one, _Background)]
+    if ours and all(one.file != path for one in ours):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        assert ours[0].formatter is not None
+        root.addHandler(_Background(descriptor, ours[0].formatter, path))
 
 
 def finish() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from nvrx.client.log_link import LogLink
 from nvrx.client.supervisor_link import Identity, SupervisorLink, WorkerSpec
 
 
@@ -20,9 +21,19 @@ def start_holder_of_all_descriptors() -> int:
 
 async def main() -> None:
     order = json.loads(sys.argv[1])
-    link = await SupervisorLink.start(order["runtime_dir"], order["key"], Identity("run", "node", "1"))
+    logs = await LogLink.start() if order.get("logs") else None
+    link = await SupervisorLink.start(
+        order["runtime_dir"],
+        order["key"],
+        Identity("run", "node", "1"),
+        handover_fd=logs.handover_fd if logs is not None else None,
+    )
+    if logs is not None:
+        logs.supervised(link.hand_outputs_over_again)
     spawned = await link.spawn(0, [WorkerSpec(**worker) for worker in order["workers"]])
     told = {"supervisor_pid": link.pid, "worker_pids": [worker.pid for worker in spawned.workers]}
+    if logs is not None:
+        told["log_pid"] = logs.pid
     if order["leak_descriptors"]:
         told["leaking_pid"] = start_holder_of_all_descriptors()
     print(json.dumps(told), flush=True)

@@ -75,8 +75,16 @@ class Bench:
         self.pids: list[int] = []
         self.lines = Lines(folder / "lines")
 
-    async def link(self, key: str = "key", **options: float) -> SupervisorLink:
-        link = await SupervisorLink.start(self.folder / "runtime", key, Identity("run", "node", "1"), **options)
+    async def link(
+        self, key: str = "key", stop_grace_s: float = 15.0, handover_fd: int | None = None
+    ) -> SupervisorLink:
+        link = await SupervisorLink.start(
+            self.folder / "runtime",
+            key,
+            Identity("run", "node", "1"),
+            stop_grace_s=stop_grace_s,
+            handover_fd=handover_fd,
+        )
         self.links.append(link)
         return link
 

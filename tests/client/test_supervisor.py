@@ -388,5 +388,12 @@ def test_the_supervisor_imports_little() -> None:
     ours = {name for name in modules if name.startswith("nvrx.")} - shells
     assert ours == {
         f"nvrx.client.{name}"
-        for name in ("processes", "supervisor_channel", "supervisor_record", "tree_stop", "worker_start")
+        for name in (
+            "output_pipes",
+            "processes",
+            "supervisor_channel",
+            "supervisor_record",
+            "tree_stop",
+            "worker_start",
+        )
     }

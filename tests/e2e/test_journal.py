@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,11 +24,11 @@ from nvrx.v1 import promote_pb2, promote_pb2_grpc
 from .board import PATIENCE_S
 from .cluster import RUN_ID, Cluster
 from .programs import COORDINATOR, Program
+from .small_disk import SmallDisk
 from .stream import Fact
 
 KILLS = 100 if os.environ.get("NVRX_SOAK") else 10
 SEED = 20
-DISK_BYTES = 1024 * 1024
 WORLD = 2
 CHURNS = ("fail", "promote", "quiet", "promote")
 """Failures do not follow on each other: those would slow the run down, and shut a node out."""
@@ -117,35 +116,6 @@ def test_a_damaged_journal_is_repaired_and_training_goes_on(cluster: Cluster) ->
     assert [one.ended() for one in agents] == [0, 0]
 
 
-class SmallDisk:
-    """A file system of its own, in a mount namespace of its own, which a process holds."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        where = cluster.state_dir
-        where.mkdir(mode=0o700)
-        unshare = ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--mount"]
-        script = f"mount -t tmpfs -o size={DISK_BYTES} tmpfs {where} && echo mounted && exec sleep infinity"
-        tried = subprocess.run([*unshare, "sh", "-c", script.partition(" && echo")[0]], capture_output=True, text=True)
-        if tried.returncode != 0:
-            why = f"no file system of its own can be had here: {tried.stderr.strip()}"
-            if os.environ.get("CI") == "true":
-                pytest.fail(why)
-            pytest.skip(why)
-        holder = cluster.start("disk", [*unshare, "sh", "-c", script])
-        holder.said("^mounted$")
-        user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
-        self.enter = ["nsenter", "--target", str(holder.pid), *user, "--mount", "--"]
-        self.path = Path(f"/proc/{holder.pid}/root{where}")
-
-    def fill(self, but: int) -> None:
-        """Take all room but some."""
-        free = os.statvfs(self.path)
-        (self.path / "filler").write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - but)))
-
-    def empty(self) -> None:
-        (self.path / "filler").unlink()
-
-
 def promote(cluster: Cluster, cycle: int) -> Any:
     """Ask for the standby of a cycle to become active now; the call under way."""
     standby = cluster.wait_for("WorldChosen", cycle).detail["standbys"][0]["node"]["node_id"]
@@ -170,7 +140,7 @@ def finish(cluster: Cluster, agents: Sequence[Program], cycle: int) -> None:
 @pytest.mark.rule("E5", "E3")
 def test_a_full_disk_ends_the_coordinator_and_no_worker(cluster: Cluster) -> None:
     """Whatever anybody was told is on the disk; agents carry on, and go on with the next coordinator."""
-    disk = SmallDisk(cluster)
+    disk = SmallDisk(cluster, cluster.state_dir)
     coordinator = cluster.serve("--store", "rank0", wrapped=disk.enter)
     agents = cluster.join_all("a b c", "--nnodes", "2:3", "--last-call", "20")
     cluster.workers(0, WORLD)

@@ -44,7 +44,9 @@ def obey(line: Line, more: Mapping[str, Callable[[dict[str, Any]], None]] | None
                 os.kill(os.getpid(), order["signal"])
                 signal.pause()
             case "print":
-                os.write(order["fd"], order["text"].encode())
+                rest = order["text"].encode() * order.get("times", 1)
+                while rest:
+                    rest = rest[os.write(order["fd"], rest) :]
                 line.say("printed")
             case "raise":
                 raise RuntimeError(order["text"])
