@@ -42,6 +42,7 @@ from nvrx.core.shape import (
 from .app import run_node
 from .check import check_node
 from .config import JoinOptions, resolve
+from .hangs import HangOptions
 from .local_coordinator import with_local_coordinator
 from .options import NODE_OPTIONS, SIZE_OF
 
@@ -174,6 +175,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         log_dir=given["log_dir"],
         token=token,
         reopen=given["reopen"],
+        hangs=HangOptions(given["hang_timeout"], given["start_timeout"]),
         segment_size=given["segment_size"],
         replacement_group_size=given["replacement_group_size"],
         rank_policy=given["rank_policy"],

@@ -27,6 +27,7 @@ from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
+from .hangs import HangOptions
 from .machine import this_machine
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
@@ -64,6 +65,7 @@ class JoinOptions:
     log_dir: Path = Path("nvrx-logs")
     token: str | None = None
     reopen: bool = False
+    hangs: HangOptions = HangOptions()
     segment_size: int | None = None
     replacement_group_size: int | None = None
     rank_policy: str | None = None
