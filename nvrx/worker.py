@@ -80,13 +80,14 @@ def heartbeat() -> None:
 def report_progress(step: SupportsInt) -> None:
     """Training came to this step (0 or more; a count of samples or tokens will do). A heartbeat, too."""
     global _step
-    if step == _step:
-        heartbeat()
-        return
     try:
         number = int(step)
     except Exception as error:  # noqa: BLE001 - whatever a caller's object raises, training goes on
         _complain(f"report_progress: {error!r}")
+        heartbeat()
+        return
+    if number == _step:
+        heartbeat()
         return
     if not 0 <= number <= MAX_STEP:
         _complain(f"report_progress({number}): a step is a number from 0 to 2^63 - 1")

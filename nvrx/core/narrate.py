@@ -115,7 +115,8 @@ def tell(fact: Fact) -> str:
         case CycleRunning():
             return f"cycle {fact.cycle} running"
         case WorkersExited():
-            return f"cycle {fact.cycle}: workers of {fact.node_id} ended: {', '.join(map(_exit, fact.exits))}"
+            ended = " ended" if all(one.has_ended for one in fact.exits) else ""
+            return f"cycle {fact.cycle}: workers of {fact.node_id}{ended}: {', '.join(map(_exit, fact.exits))}"
         case CycleEnded():
             return f"cycle {fact.cycle} ended: {describe_failure(fact.failure)}"
         case CauseRevised():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from nvrx.v1 import common_pb2
@@ -11,6 +9,7 @@ from nvrx.v1 import common_pb2
 from .cluster import Cluster, worker_script
 
 HANG = worker_script("hang")
+FUNCTIONS = {"sleep": "hang_asleep", "loop": "hang_in_a_loop", "lock": "hang_at_a_lock", "c": "hang_in_c"}
 TWO = ("--nnodes", "2", "--hang-timeout", "2")
 
 
@@ -35,5 +34,5 @@ def test_a_silent_worker_ends_its_cycle_and_the_next_one_begins(cluster: Cluster
     assert failure.message.endswith(" s (last step 12); stack in rank-1.err"), failure.message
     stack = cluster.log_of("b", 0, "rank-1.err").read_text()
     assert f"pid {hanging.pid}) hangs: no heartbeat for 2." in stack
-    assert f"hang_{dict(sleep='asleep', loop='in_a_loop', lock='at_a_lock', c='in_c')[how]} (" in stack
+    assert f"{FUNCTIONS[how]} (" in stack
     assert cluster.run().restarts_used == 1
