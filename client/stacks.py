@@ -19,6 +19,8 @@ from pathlib import Path
 
 WITHIN_S = 8.0
 ENDS_WITHIN_S = 1.0
+LEAST_S = 0.5
+"""Below, there is no time to try once more."""
 MAX_BYTES = 256 * 1024
 PROGRAM = "py-spy"
 
@@ -38,10 +40,22 @@ def find_py_spy(env: Mapping[str, str]) -> str | None:
 
 
 async def take_stack(program: str, pid: int, env: Mapping[str, str], within_s: float = WITHIN_S) -> Stack:
-    """The stacks of the Python processes from `pid` down."""
+    """The stacks of the Python processes from `pid` down; without holding them up where they cannot be: a process that
+    was stopped by a signal cannot be stopped once more."""
+    until_s = time.monotonic() + within_s
+    found = await _ask(program, ("dump", "--subprocesses", "--pid", str(pid)), env, within_s)
+    left_s = until_s - time.monotonic()
+    if found.text or left_s < LEAST_S:
+        return found
+    again = await _ask(program, ("dump", "--subprocesses", "--nonblocking", "--pid", str(pid)), env, left_s)
+    return again if again.text else found
+
+
+async def _ask(program: str, arguments: tuple[str, ...], env: Mapping[str, str], within_s: float) -> Stack:
     try:
         process = await asyncio.create_subprocess_exec(
-            *(program, "dump", "--subprocesses", "--pid", str(pid)),
+            program,
+            *arguments,
             env=dict(env),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
