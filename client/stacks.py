@@ -79,8 +79,9 @@ async def _ask(program: str, arguments: tuple[str, ...], env: Mapping[str, str],
                     await process.wait()
     text = told[:MAX_BYTES].decode("utf-8", "replace").strip()
     if process.returncode != 0 or not text:
-        said = complaint[-MAX_BYTES:].decode("utf-8", "replace").strip().splitlines()
-        return Stack("", f"{PROGRAM}: {said[-1] if said else f'exit code {process.returncode}'}")
+        why = complaint[:MAX_BYTES].decode("utf-8", "replace").partition("Stack backtrace:")[0]  # of its own
+        said = why.strip().splitlines()
+        return Stack("", f"{PROGRAM}: {said[-1].strip() if said else f'exit code {process.returncode}'}")
     return Stack(text, "")
 
 

@@ -95,7 +95,7 @@ def test_a_stopped_worker_hangs_and_of_several_the_one_that_was_silent_first(clu
     cluster.wait_for("CycleRunning", 1)
     stack = cluster.log_of("a", 0, "rank-1.err").read_text()
     assert f"pid {stopped.pid}) hangs" in stack
-    assert "orders (" in stack
+    assert "obey (" in stack
     stopped.ended()
 
 
