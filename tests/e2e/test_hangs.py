@@ -161,6 +161,11 @@ def test_garbage_on_a_workers_socket_is_no_heartbeat_and_does_no_harm(cluster: C
     assert not [line for line in agent.err if "Traceback" in line]
 
 
+def _silent_s(cluster: Cluster) -> float:
+    """How long ago the agent was heard."""
+    return cluster.nodes()["a"].last_heard.ToMilliseconds() / 1000
+
+
 @pytest.mark.rule("G9", "E1")
 def test_an_agent_that_was_itself_suspended_finds_nobody_hung_for_that(cluster: Cluster) -> None:
     """A worker that was silent all the while gets that time back; one that hangs afterwards is found."""
@@ -168,15 +173,17 @@ def test_an_agent_that_was_itself_suspended_finds_nobody_hung_for_that(cluster: 
     agent = cluster.join("a", *ONE_NODE, *TIMEOUT, command=HANG, stop_grace="1")
     quiet, busy = cluster.workers(0, 2)
     cluster.wait_for("CycleRunning", 0)
-    quiet.tell("beat")
-    quiet.said("beat")
+    quiet.tell("progress", step=1)
+    cluster.wait_for("ProgressMade", 0)  # the agent has read it, then
     agent.send(signal.SIGSTOP)
     busy.tell("beat_on")
     time.sleep(5.0)  # the very thing that is tried: longer than the timeout
+    assert _silent_s(cluster) > 3.0
     agent.send(signal.SIGCONT)
-    quiet.tell("progress", step=3)
-    quiet.said("progress")
+    # Its timers were all due: when it is heard again, it has looked who hangs.
+    cluster.board.until(lambda: _silent_s(cluster) < 3.0 or None, "the agent to be heard again")
     quiet.tell("beat_on")
+    quiet.said("beats")
     busy.tell("be_still")
     failure = failure_of(cluster, 0)
     assert (failure.cause, failure.rank) == (common_pb2.CAUSE_HANG, 1)
