@@ -33,6 +33,7 @@ from .config import NodeConfig
 from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from .cycle_info import CycleInfo
+from .hangs import Hangs
 from .log_link import LogError, LogLink
 from .processes import pid_space
 from .progress import CheckpointProgress
@@ -103,6 +104,7 @@ class NodeAgent:
         self._progress = CheckpointProgress(file) if file is not None else None
         self._incarnation: Incarnation | None = None
         self._ports = StorePorts()
+        self._hangs = Hangs(config.options.hangs, config.runtime_dir, config.environment, self._observe)
         self._life: _Life | None = None
         self._ending: asyncio.Future[machine.Exit | machine.Rejoin] = asyncio.get_running_loop().create_future()
         self._chores: set[asyncio.Task[None]] = set()
@@ -131,6 +133,7 @@ class NodeAgent:
                 log.warning("joining anew: %s", ending.reason)
         finally:
             listening.cancel()
+            self._hangs.watch.close()
             self._ports.close()
             await self._link.close(grace_s=self._config.options.stop_grace_s)
             await self._logs.close()
@@ -288,10 +291,12 @@ class NodeAgent:
         return Actual(agent.phase, agent.cycle, self._ports.offer(), agent.acknowledged, self._step())
 
     def _step(self) -> int | None:
-        """How far training came, told by the first node of the world alone: all see the same file."""
+        """How far training came, told by the first node of the world alone: all see the same file, and steps alike."""
         workers = self._agent.workers
-        is_first = workers is not None and workers.assignment.group_rank == 0
-        return self._progress.step if self._progress is not None and is_first else None
+        if workers is None or workers.assignment.group_rank != 0:
+            return None
+        in_file = self._progress.step if self._progress is not None else None
+        return max((one for one in (in_file, self._hangs.watch.step) if one is not None), default=None)
 
     def _on_desired(self, wanted: Desired) -> None:
         self._say_waiting(wanted)
@@ -337,16 +342,19 @@ class NodeAgent:
     async def _on_supervisor(self, event: Event) -> None:
         match event:
             case Spawned():
+                self._hangs.started(event)
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
                 if self._agent.desired is not None:
                     self._fetch_maps(self._agent.desired, after_s=random.uniform(*FETCH_MAP_AFTER_S))
             case Exited():
                 if self._progress is not None:
                     self._progress.look()
+                self._hangs.watch.ended(LocalRank(event.local_rank))
                 self._observe(machine.WorkerEnded(CycleNumber(event.cycle), await self._worker_exit(event)))
             case Gone(cycle=None):
                 pass
             case Gone():
+                self._hangs.watch.close()
                 self._observe(machine.TreeGone(CycleNumber(event.cycle or 0)))
             case Waiting():
                 log.warning("waiting for the workers of an earlier agent of this node to end (%s)", event.holder_pid)
@@ -404,7 +412,10 @@ class NodeAgent:
         match deed:
             case machine.Spawn():
                 self._chore(self._spawn(self._life, deed.assignment))
+            case machine.TakeStacks():
+                self._chore(self._hangs.take_stacks(deed))
             case machine.Stop():
+                self._hangs.watch.stop()
                 log.info("stopping the workers of cycle %s: %s", self._agent.cycle, deed.reason)
                 self._link.stop(self._config.options.stop_grace_s)
             case machine.Kill():
@@ -443,7 +454,8 @@ class NodeAgent:
     def _specs(self, life: _Life, given: Assignment) -> list[WorkerSpec]:
         place = Place(life.joined.run_id, life.command.node.node_id, self._coordinator.endpoint)
         failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
-        return worker_specs(self._config, life.files, place, given, failed)
+        sockets = self._hangs.open(given, life.files)
+        return worker_specs(self._config, life.files, place, given, failed, sockets)
 
     def _say_bindings(self) -> None:
         """Once: they are the same in each cycle."""

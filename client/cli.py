@@ -44,6 +44,7 @@ from nvrx.pid1 import be_below_process_1
 from .app import run_node
 from .check import check_node
 from .config import JoinOptions, resolve
+from .hangs import HangOptions
 from .local_coordinator import with_local_coordinator
 from .log_file import Rotation
 from .numa import NumaWish
@@ -181,6 +182,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         log_rotation=Rotation(given["log_max_size"], given["log_keep"]) if given["log_max_size"] else None,
         token=token,
         reopen=given["reopen"],
+        hangs=HangOptions(given["hang_timeout"], given["start_timeout"]),
         segment_size=given["segment_size"],
         replacement_group_size=given["replacement_group_size"],
         rank_policy=given["rank_policy"],

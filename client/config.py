@@ -29,6 +29,7 @@ from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
 from .gpu_devices import VISIBLE, NodeGpus
+from .hangs import HangOptions
 from .log_file import Rotation
 from .machine import this_machine
 from .numa import NumaPlan, NumaWish, plan_numa
@@ -72,6 +73,7 @@ class JoinOptions:
     log_rotation: Rotation | None = None
     token: str | None = None
     reopen: bool = False
+    hangs: HangOptions = HangOptions()
     segment_size: int | None = None
     replacement_group_size: int | None = None
     rank_policy: str | None = None

@@ -22,6 +22,7 @@ from nvrx.core.shape import (
 )
 
 from .config import DEFAULT_COORDINATOR_GRACE_S
+from .hangs import LEAST_TIMEOUT_S
 
 LEAST_LOG_BYTES = 4096
 DEFAULT_LOG_KEEP = 5
@@ -89,6 +90,19 @@ _FAILURE = [
         "--quarantine",
         type=Seconds(),
         help="How long such a node is chosen last [default: for the rest of the run].",
+    ),
+]
+
+_HANGS = [
+    option(
+        "--hang-timeout",
+        type=Seconds(LEAST_TIMEOUT_S),
+        help="A worker that has used nvrx.worker and is silent for so long is a failure [default: for ever].",
+    ),
+    option(
+        "--start-timeout",
+        type=Seconds(LEAST_TIMEOUT_S),
+        help="A worker that has not used nvrx.worker so long after its start is a failure [default: for ever].",
     ),
 ]
 
@@ -247,6 +261,7 @@ NODE_OPTIONS = [
     option("--checkpoint-path", default="", help="Where the run keeps its checkpoints; must be the same on all nodes."),
     option("--token-file", type=click.Path(path_type=Path), help="File with the coordinator's token."),
     option("--reopen", is_flag=True, help="Begin the run's next life if it has ended."),
+    *_HANGS,
     *_WORKERS,
     *_LOGS,
 ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 
 # Loaded once, before any fork: a child between fork and exec must not open libraries.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +54,12 @@ def become_subreaper() -> None:
 def set_parent_death_signal(signo: int) -> None:
     """Be sent `signo` when the thread that started this process ends."""
     _prctl(_PR_SET_PDEATHSIG, signo)
+
+
+def allow_debugging_by(pid: int) -> None:
+    """Let a process and those below it read this one's memory where Yama allows that to parents alone."""
+    with contextlib.suppress(OSError):  # a kernel without Yama does not ask
+        _prctl(_PR_SET_PTRACER, pid)
 
 
 def set_process_name(name: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import GlobalRank, GroupId, LocalRank, NodeId, RunId, global_rank
 from nvrx.core.ranks import Assignment
+from nvrx.worker import SOCKET_VARIABLE
 
 ROLE = "default"
 OURS = (
@@ -34,6 +35,7 @@ OURS = (
     "NVRX_FAILED_RANK_MAP",
     "NVRX_COORDINATOR",
     "NVRX_STORE_ENDPOINT",
+    SOCKET_VARIABLE,
 )
 
 
@@ -44,6 +46,8 @@ class WorkerPaths:
     error_file: str
     rank_map: str
     failed_rank_map: str | None
+    socket: str | None = None
+    """Where it speaks to its agent."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ def worker_environment(
     }
     if paths.failed_rank_map is not None:
         env["NVRX_FAILED_RANK_MAP"] = paths.failed_rank_map
+    if paths.socket is not None:
+        env[SOCKET_VARIABLE] = paths.socket
     if given.master is not None:
         address = given.master.address or place.coordinator.host
         env["MASTER_ADDR"] = address

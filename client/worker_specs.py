@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 
 from nvrx.core.ids import CycleNumber, LocalRank, global_rank
 from nvrx.core.numa import wrapped
@@ -16,9 +17,15 @@ from .worker_files import WorkerFiles
 
 
 def worker_specs(
-    config: NodeConfig, files: WorkerFiles, place: Place, given: Assignment, failed: CycleNumber | None
+    config: NodeConfig,
+    files: WorkerFiles,
+    place: Place,
+    given: Assignment,
+    failed: CycleNumber | None,
+    sockets: Sequence[str] = (),
 ) -> list[WorkerSpec]:
-    """One for each local rank; `failed` is the latest cycle that failed with this node in it.
+    """One for each local rank; `failed` is the latest cycle that failed with this node in it, `sockets` where each
+    speaks to its agent, if there are any.
 
     Makes the cycle's directory. Raises OSError.
     """
@@ -30,6 +37,7 @@ def worker_specs(
             error_file=str(files.output(given.cycle, rank, "error.json")),
             rank_map=str(files.rank_map(given.cycle)),
             failed_rank_map=str(files.failed_rank_map(failed)) if failed is not None else None,
+            socket=sockets[index] if sockets else None,
         )
         specs.append(
             WorkerSpec(

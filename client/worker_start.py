@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .output_pipes import Outputs
-from .processes import set_parent_death_signal
+from .processes import allow_debugging_by, set_parent_death_signal
 
 # What a shell answers for a command it cannot find, or cannot run.
 _NOT_FOUND = 127
@@ -62,11 +62,13 @@ def start_worker(command: Command, outputs: Outputs) -> subprocess.Popen[bytes] 
 def _before_exec(supervisor_pid: int) -> Callable[[], None]:
     # Exec resets what has a handler; an ignored signal (as what a terminal sends, here) would stay ignored.
     ignored = [signo for signo in signal.valid_signals() if signal.getsignal(signo) is signal.SIG_IGN]
+    agent_pid = os.getppid()
 
     def prepare() -> None:
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != supervisor_pid:  # it died before we asked to be told
             os._exit(NOT_RUNNABLE)
+        allow_debugging_by(agent_pid)  # py-spy, which the agent starts when a worker hangs, is no parent of it
         for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

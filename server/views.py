@@ -229,8 +229,15 @@ def _ranks(row: common_pb2.RankMapNode) -> str:
 
 def _outcome(row: common_pb2.RankMapNode) -> str:
     state = _name(common_pb2.WorkerOutcome, row.outcome.state, "WORKER_OUTCOME_")
-    exits = [f"rank {one.rank}: {_how(one)}" for one in row.outcome.exits if not one.stopped_by_agent]
+    exits = [f"rank {one.rank}: {_end(one)}" for one in row.outcome.exits if one.hung or not one.stopped_by_agent]
     return f"{state} ({', '.join(exits)})" if exits else state
+
+
+def _end(one: common_pb2.WorkerExit) -> str:
+    has_ended = one.HasField("exit_code") or one.signal
+    if not one.hung:
+        return _how(one)
+    return f"hung, then {_how(one)}" if has_ended else "hangs"
 
 
 def _how(one: Any) -> str:

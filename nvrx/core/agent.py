@@ -51,6 +51,9 @@ class Workers:
     exits: Mapping[LocalRank, WorkerExit] = field(default_factory=dict)
     unreported: tuple[WorkerExit, ...] = ()
 
+    taking_stacks: bool = False
+    """Workers hang, and are not stopped before it is written down where."""
+
     @property
     def has_failed(self) -> bool:
         return any(one.failed for one in self.exits.values())
@@ -125,6 +128,21 @@ class WorkerEnded:
 
 
 @dataclass(frozen=True)
+class WorkersHung:
+    """Workers were silent for too long; who fell silent first comes first. They still run."""
+
+    cycle: CycleNumber
+    hung: tuple[WorkerExit, ...]
+
+
+@dataclass(frozen=True)
+class StacksTaken:
+    """It is written down where the hung workers of a cycle hang, as far as could be."""
+
+    cycle: CycleNumber
+
+
+@dataclass(frozen=True)
 class SpawnFailed:
     """No worker of a cycle was started."""
 
@@ -172,6 +190,8 @@ Observation: TypeAlias = (
     DesiredChanged
     | WorkersStarted
     | WorkerEnded
+    | WorkersHung
+    | StacksTaken
     | SpawnFailed
     | TreeGone
     | SignalReceived
@@ -186,6 +206,14 @@ class Spawn:
     """Start the workers of a cycle."""
 
     assignment: Assignment
+
+
+@dataclass(frozen=True)
+class TakeStacks:
+    """Write down where these workers hang; StacksTaken follows, within seconds whatever happens."""
+
+    cycle: CycleNumber
+    hung: tuple[WorkerExit, ...]
 
 
 @dataclass(frozen=True)
@@ -232,7 +260,7 @@ class Exit:
     reason: str
 
 
-Deed: TypeAlias = Spawn | Stop | Kill | Report | Leave | Rejoin | Exit
+Deed: TypeAlias = Spawn | TakeStacks | Stop | Kill | Report | Leave | Rejoin | Exit
 
 
 @dataclass(frozen=True)
@@ -259,7 +287,7 @@ def step(agent: Agent, observed: Observation) -> Step:
 def _take_in(agent: Agent, observed: Observation, deeds: list[Deed]) -> Agent:
     if isinstance(observed, DesiredChanged):
         return _desired_changed(agent, observed.desired, deeds)
-    if isinstance(observed, WorkersStarted | WorkerEnded | SpawnFailed | TreeGone):
+    if isinstance(observed, _OfWorkers):
         return _workers_changed(agent, observed, deeds)
     if isinstance(observed, SignalReceived):
         return _signalled(agent, observed, deeds)
@@ -303,16 +331,21 @@ def _signalled(agent: Agent, observed: SignalReceived, deeds: list[Deed]) -> Age
     )
 
 
-def _workers_changed(
-    agent: Agent, observed: WorkersStarted | WorkerEnded | SpawnFailed | TreeGone, deeds: list[Deed]
-) -> Agent:
+_OfWorkers: TypeAlias = WorkersStarted | WorkerEnded | WorkersHung | StacksTaken | SpawnFailed | TreeGone
+
+
+def _workers_changed(agent: Agent, observed: _OfWorkers, deeds: list[Deed]) -> Agent:
     workers = agent.workers
     if workers is None or workers.assignment.cycle != observed.cycle:
         return agent
     if isinstance(observed, WorkersStarted):
         workers = dataclasses.replace(workers, started=True)
+    elif isinstance(observed, WorkersHung):
+        workers = _hang(workers, observed, deeds)
+    elif isinstance(observed, StacksTaken):
+        workers = dataclasses.replace(workers, taking_stacks=False)
     elif isinstance(observed, WorkerEnded):
-        ended = observed.exit
+        ended = _as_known(workers, observed.exit)
         workers = dataclasses.replace(
             workers,
             exits={**workers.exits, ended.local_rank: ended},
@@ -328,6 +361,37 @@ def _workers_changed(
         if agent.ending in _LEAVES:
             deeds.append(Leave(agent.reason, workers_stopped=True))
     return dataclasses.replace(agent, workers=workers)
+
+
+def _hang(workers: Workers, observed: WorkersHung, deeds: list[Deed]) -> Workers:
+    """G9: told at once, as every second counts; stopped as soon as it is known where they hang.
+
+    Of workers that are being stopped already silence says nothing.
+    """
+    if workers.stopping or workers.taking_stacks or workers.tree_gone or workers.has_failed:
+        return workers
+    hung = tuple(one for one in observed.hung if one.local_rank not in workers.exits)
+    if not hung:
+        return workers
+    workers = dataclasses.replace(
+        workers,
+        exits={**workers.exits, **{one.local_rank: one for one in hung}},
+        unreported=(*workers.unreported, *hung),
+        taking_stacks=True,
+    )
+    workers = _report(workers, deeds)
+    deeds.append(TakeStacks(observed.cycle, hung))
+    return workers
+
+
+def _as_known(workers: Workers, ended: WorkerExit) -> WorkerExit:
+    """How a worker ended; one that hung has hung, however it was made to end."""
+    known = workers.exits.get(ended.local_rank)
+    if known is None or not known.hung:
+        return ended
+    return dataclasses.replace(
+        known, exit_code=ended.exit_code, signal=ended.signal, stopped_by_agent=ended.stopped_by_agent
+    )
 
 
 def _not_started(workers: Workers, observed: SpawnFailed) -> Workers:
@@ -347,7 +411,9 @@ def _work_towards(agent: Agent, deeds: list[Deed]) -> Agent:
     workers = agent.workers
     if workers is not None and not workers.tree_gone:
         why = _why_stop(agent, workers)
-        if why is not None and not workers.stopping:
+        # Not even the coordinator's next word may end them sooner; a signal to this agent may.
+        may_stop = not workers.taking_stacks or agent.ending is Ending.SIGNALLED
+        if why is not None and not workers.stopping and may_stop:
             deeds.append(Stop(why))
             return dataclasses.replace(agent, workers=dataclasses.replace(workers, stopping=True))
         return agent

@@ -14,6 +14,7 @@ from functools import reduce
 from .budgets import repeat_offender
 from .commands import Command, CycleExits, Drain, Join, Leave, Promote, Report, StopRun, Tick, Undrain
 from .facts import (
+    OWN_FAILURES,
     Cause,
     CauseRevised,
     CycleEnded,
@@ -134,7 +135,9 @@ def _news(run: Run, command: Report, told: CycleExits) -> CycleExits | None:
         return None
     known = cycle.exits.get(command.node_id, {})
     exits = tuple(
-        one for one in told.exits if one.local_rank not in known and 0 <= one.local_rank < run.shape.workers_per_node
+        one
+        for one in told.exits
+        if one.adds_to(known.get(one.local_rank)) and 0 <= one.local_rank < run.shape.workers_per_node
     )
     return CycleExits(told.cycle, exits) if exits else None
 
@@ -211,7 +214,7 @@ def _store_explains(cycle: Cycle, failed: WorkerExit, presence: Presence) -> boo
     """
     master = cycle.master
     is_gone = master is not None and master.lasting_port is not None and master.port in presence.stores.lost
-    return is_gone and failed.signal in {"", "SIGABRT"}
+    return is_gone and not failed.hung and failed.signal in {"", "SIGABRT"}
 
 
 def _all_finished(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
@@ -258,7 +261,7 @@ def _loss_explains(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
         if cycle.state is CycleState.RUNNING:
             running = cycle
             continue
-        if cycle.failure is not None and cycle.failure.cause is Cause.WORKER_FAILED:
+        if cycle.failure is not None and cycle.failure.cause in OWN_FAILURES:
             until = (cycle.ended_at or 0.0) + 2 * presence.timing.reconnect_grace_s
             if running is not None and now > until + _LATE_S:
                 return  # no need to look at each seat again and again

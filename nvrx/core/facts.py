@@ -40,6 +40,7 @@ class Cause(enum.Enum):
     WORKER_FAILED = "WORKER_FAILED"
     NODE_LOST = "NODE_LOST"
     NODE_LEFT = "NODE_LEFT"
+    HANG = "HANG"
     DRAINED = "DRAINED"
     PROMOTED = "PROMOTED"
     STORE_LOST = "STORE_LOST"
@@ -49,7 +50,7 @@ class Cause(enum.Enum):
 
 LOSSES = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
 """Causes charged to `max_replacements` (rule D5)."""
-OWN_FAILURES = frozenset({Cause.WORKER_FAILED})
+OWN_FAILURES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
 """Causes charged to `max_restarts`: workers ended the cycle by themselves."""
 PLANNED = frozenset({Cause.DRAINED, Cause.PROMOTED, Cause.STOPPED, Cause.SUCCEEDED})
 """Causes that are no failure: they cost nothing."""
@@ -100,7 +101,10 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended: an exit code, or the name of the signal that ended it."""
+    """How one worker ended: an exit code, or the name of the signal that ended it.
+
+    `hung`: it was silent for too long and has to be stopped; told at once, and again when it has ended.
+    """
 
     local_rank: LocalRank
     exit_code: int | None = None
@@ -108,16 +112,26 @@ class WorkerExit:
     message: str = ""
     stopped_by_agent: bool = False
     stderr_tail: str = ""
+    hung: bool = False
 
     @property
     def succeeded(self) -> bool:
         """Ended well by itself: one that answers its agent's SIGTERM with exit code 0 has not finished its work."""
-        return self.exit_code == 0 and not self.signal and not self.stopped_by_agent
+        return self.exit_code == 0 and not self.signal and not self.stopped_by_agent and not self.hung
 
     @property
     def failed(self) -> bool:
-        """Ended badly by itself, not because its agent stopped it."""
-        return not self.succeeded and not self.stopped_by_agent
+        """Ended badly by itself, not because its agent stopped it; or had to be stopped because it hung."""
+        return self.hung or (not self.succeeded and not self.stopped_by_agent)
+
+    @property
+    def has_ended(self) -> bool:
+        """Its process is gone: a worker that was found hung may still be there."""
+        return not self.hung or self.exit_code is not None or bool(self.signal)
+
+    def adds_to(self, known: WorkerExit | None) -> bool:
+        """Whether it tells what is not `known`, of the same worker."""
+        return known is None or (self.has_ended and not known.has_ended)
 
 
 @dataclass(frozen=True)

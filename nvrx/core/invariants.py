@@ -6,7 +6,7 @@ state and its names with them. Each broken rule is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,11 +31,12 @@ from .facts import (
     RunOpened,
     RunReopened,
     RunState,
+    WorkerExit,
     WorkersExited,
     WorldChosen,
 )
 from .groups import counted
-from .ids import CycleNumber, Incarnation, NodeId
+from .ids import CycleNumber, Incarnation, LocalRank, NodeId
 from .member import Membership, trainable
 from .run import Cycle, CycleState, Run, evolve
 from .shape import RankPolicy, RestartBudget
@@ -294,7 +295,7 @@ def _check_budgets(run: Run) -> None:
         unplanned = [one.number for one in ended if one.failure is not None and one.failure.cause not in by_hand]
         require(not unplanned, "D5", f"a further cycle after {unplanned} with max_restarts 0")
     causes = [one.failure.cause for one in ended if one.failure is not None]
-    failed = causes.count(Cause.WORKER_FAILED)
+    failed = causes.count(Cause.WORKER_FAILED) + causes.count(Cause.HANG)
     if limit.restart_budget is RestartBudget.FIXED:
         require(
             failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}"
@@ -330,8 +331,14 @@ def _workers_exited(run: Run, fact: WorkersExited) -> None:
     require(cycle is not None and fact.node_id in cycle.seat_of, "D4", f"{fact} of a node without a seat")
     assert cycle is not None
     known = cycle.exits.get(fact.node_id, {})
-    again = [one.local_rank for one in fact.exits if one.local_rank in known]
+    again = [one.local_rank for one in fact.exits if one.local_rank in known and not _ends_a_hang(one, known)]
     require(bool(fact.exits) and not again, "D4", f"{fact} tells nothing new, or tells {again} again")
+
+
+def _ends_a_hang(one: WorkerExit, known: Mapping[LocalRank, WorkerExit]) -> bool:
+    """That a worker was found hung is told while it runs; then that it is gone."""
+    before = known[one.local_rank]
+    return before.hung and before.exit_code is None and not before.signal and one.has_ended
 
 
 def _cycle_ended(run: Run, fact: CycleEnded) -> None:
@@ -350,7 +357,9 @@ def _cycle_ended(run: Run, fact: CycleEnded) -> None:
 def _cause_revised(run: Run, fact: CauseRevised) -> None:
     cycle = run.find_cycle(fact.cycle)
     was = cycle.failure if cycle is not None else None
-    from_worker = was is not None and was.cause is Cause.WORKER_FAILED and fact.failure.cause is Cause.NODE_LOST
+    from_worker = (
+        was is not None and was.cause in {Cause.WORKER_FAILED, Cause.HANG} and fact.failure.cause is Cause.NODE_LOST
+    )
     require(from_worker, "D4", f"cycle {fact.cycle}: {was} became {fact.failure}")
     assert cycle is not None
     node_id = fact.failure.node_id

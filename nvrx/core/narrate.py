@@ -67,9 +67,11 @@ def list_names(names: list[str], count: int | None = None) -> str:
 
 
 def _exit(one: WorkerExit) -> str:
+    if not one.has_ended:
+        return f"local rank {one.local_rank} hangs: {one.message[:MAX_TEXT]}"
     how = one.signal or f"exit {one.exit_code}"
     by_us = " (stopped by agent)" if one.stopped_by_agent else ""
-    return f"local rank {one.local_rank}: {how}{by_us}"
+    return f"local rank {one.local_rank}: {how}{by_us}{', after it hung' if one.hung else ''}"
 
 
 def describe_failure(failure: Failure) -> str:
@@ -77,6 +79,8 @@ def describe_failure(failure: Failure) -> str:
     where = f" on {failure.node_id}" if failure.node_id is not None else ""
     if failure.cause is Cause.STORE_LOST:
         return f"store lost: {describe_failure(dataclasses.replace(failure, cause=Cause.WORKER_FAILED))}"
+    if failure.cause is Cause.HANG:
+        return f"rank {failure.rank} (local rank {failure.local_rank}){where} hung: {failure.message[:MAX_TEXT]}"
     if failure.cause is not Cause.WORKER_FAILED:
         what = failure.cause.value.lower().replace("_", " ")
         return f"{what}{where}: {failure.message}" if failure.message else f"{what}{where}"
@@ -111,7 +115,8 @@ def tell(fact: Fact) -> str:
         case CycleRunning():
             return f"cycle {fact.cycle} running"
         case WorkersExited():
-            return f"cycle {fact.cycle}: workers of {fact.node_id} ended: {', '.join(map(_exit, fact.exits))}"
+            ended = " ended" if all(one.has_ended for one in fact.exits) else ""
+            return f"cycle {fact.cycle}: workers of {fact.node_id}{ended}: {', '.join(map(_exit, fact.exits))}"
         case CycleEnded():
             return f"cycle {fact.cycle} ended: {describe_failure(fact.failure)}"
         case CauseRevised():

@@ -349,10 +349,14 @@ def _exited(run: Run, fact: WorkersExited) -> Run:
     if cycle is None:
         return run
     known = cycle.exits.get(fact.node_id, {})
-    new = {one.local_rank: one for one in fact.exits if one.local_rank not in known}
+    new = {one.local_rank: one for one in fact.exits if one.adds_to(known.get(one.local_rank))}
     consequences = cycle.consequences
     if not cycle.is_live:
-        late = [failure_of(cycle, fact.node_id, one, fact.at) for one in new.values() if one.failed]
+        late = [
+            failure_of(cycle, fact.node_id, one, fact.at)
+            for one in new.values()
+            if one.failed and one.local_rank not in known  # that a hung one has ended now is no further failure
+        ]
         consequences = (*consequences, *late)[:MAX_CONSEQUENCES]
     return _replace_cycle(
         run,
@@ -361,10 +365,10 @@ def _exited(run: Run, fact: WorkersExited) -> Run:
 
 
 def failure_of(cycle: Cycle, node_id: NodeId, one: WorkerExit, at: float) -> Failure:
-    """The failure record of one worker that ended by itself."""
+    """The failure record of one worker that ended by itself, or hung."""
     seat = cycle.seat_of[node_id]
     return Failure(
-        cause=Cause.WORKER_FAILED,
+        cause=Cause.HANG if one.hung else Cause.WORKER_FAILED,
         node_id=node_id,
         group_rank=seat.group_rank,
         rank=global_rank(seat.group_rank, one.local_rank, cycle.shape.workers_per_node),

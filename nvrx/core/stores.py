@@ -46,7 +46,8 @@ def _is_needed(run: Run, cycle: Cycle, presence: Presence) -> bool:
 
 def may_have_workers(run: Run, cycle: Cycle, node_id: NodeId, presence: Presence) -> bool:
     """Whether workers of an ended cycle may be left on one of its nodes that can still tell."""
-    if len(cycle.exits.get(node_id, {})) == cycle.shape.workers_per_node:
+    exits = cycle.exits.get(node_id, {})
+    if len(exits) == cycle.shape.workers_per_node and all(one.has_ended for one in exits.values()):
         return False
     seat = cycle.seat_of[node_id]
     member = run.live(node_id)

@@ -643,6 +643,7 @@ class WorkerExit(google.protobuf.message.Message):
     SIGNAL_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     STOPPED_BY_AGENT_FIELD_NUMBER: builtins.int
+    HUNG_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank of the worker."""
     local_rank: builtins.int
@@ -655,6 +656,10 @@ class WorkerExit(google.protobuf.message.Message):
     """Error text that the worker left; empty when there is none."""
     stopped_by_agent: builtins.bool
     """Says whether the agent stopped the worker."""
+    hung: builtins.bool
+    """Says whether the worker was found hung: silent for longer than allowed. Until it has ended, it has neither an exit
+    code nor a signal.
+    """
     def __init__(
         self,
         *,
@@ -664,11 +669,14 @@ class WorkerExit(google.protobuf.message.Message):
         signal: builtins.str = ...,
         message: builtins.str = ...,
         stopped_by_agent: builtins.bool | None = ...,
+        hung: builtins.bool | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "_stopped_by_agent", b"_stopped_by_agent", "exit_code", b"exit_code", "local_rank", b"local_rank", "rank", b"rank", "stopped_by_agent", b"stopped_by_agent"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_local_rank", b"_local_rank", "_rank", b"_rank", "_stopped_by_agent", b"_stopped_by_agent", "exit_code", b"exit_code", "local_rank", b"local_rank", "message", b"message", "rank", b"rank", "signal", b"signal", "stopped_by_agent", b"stopped_by_agent"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_hung", b"_hung", "_local_rank", b"_local_rank", "_rank", b"_rank", "_stopped_by_agent", b"_stopped_by_agent", "exit_code", b"exit_code", "hung", b"hung", "local_rank", b"local_rank", "rank", b"rank", "stopped_by_agent", b"stopped_by_agent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_hung", b"_hung", "_local_rank", b"_local_rank", "_rank", b"_rank", "_stopped_by_agent", b"_stopped_by_agent", "exit_code", b"exit_code", "hung", b"hung", "local_rank", b"local_rank", "message", b"message", "rank", b"rank", "signal", b"signal", "stopped_by_agent", b"stopped_by_agent"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exit_code", b"_exit_code"]) -> typing.Literal["exit_code"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_hung", b"_hung"]) -> typing.Literal["hung"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_local_rank", b"_local_rank"]) -> typing.Literal["local_rank"] | None: ...
     @typing.overload

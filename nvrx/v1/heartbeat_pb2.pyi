@@ -61,7 +61,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     @property
     def progress(self) -> global___Progress:
-        """Progress of the node's workers; absent when unchanged. Not acted upon yet."""
+        """Progress of the node's workers; absent where they do not tell."""
 
     @property
     def store_ports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -126,7 +126,9 @@ class WorkerReport(google.protobuf.message.Message):
     stderr_tail: builtins.bytes
     """Last bytes of the worker's standard error, at most 4 KiB; empty unless it failed."""
     hung: builtins.bool
-    """Says whether the worker was stopped for hanging: silent for longer than allowed."""
+    """Says whether the worker was found hung: silent for longer than allowed. Told at once, without exit code and signal,
+    and again with one of them when the worker has ended; message says for how long it was silent.
+    """
     def __init__(
         self,
         *,

@@ -231,6 +231,7 @@ def cycle_exits(request: heartbeat_pb2.HeartbeatRequest) -> tuple[CycleExits, ..
                 message=told.message[:MAX_MESSAGE],
                 stopped_by_agent=told.stopped_by_agent,
                 stderr_tail=told.stderr_tail[-MAX_STDERR_TAIL:].decode("utf-8", "replace"),
+                hung=told.hung,
             )
         )
     return tuple(CycleExits(cycle, tuple(exits)) for cycle, exits in by_cycle.items())
@@ -239,7 +240,7 @@ def cycle_exits(request: heartbeat_pb2.HeartbeatRequest) -> tuple[CycleExits, ..
 def _outcome_of(one: WorkerExit) -> common_pb2.WorkerOutcome.ValueType:
     if one.succeeded:
         return common_pb2.WORKER_OUTCOME_SUCCEEDED
-    return common_pb2.WORKER_OUTCOME_STOPPED_BY_AGENT if one.stopped_by_agent else common_pb2.WORKER_OUTCOME_FAILED
+    return common_pb2.WORKER_OUTCOME_FAILED if one.failed else common_pb2.WORKER_OUTCOME_STOPPED_BY_AGENT
 
 
 def worker_reports(cycle: CycleNumber, exits: Iterable[WorkerExit]) -> list[heartbeat_pb2.WorkerReport]:
@@ -254,6 +255,7 @@ def worker_reports(cycle: CycleNumber, exits: Iterable[WorkerExit]) -> list[hear
             message=one.message,
             stopped_by_agent=one.stopped_by_agent,
             stderr_tail=one.stderr_tail.encode(),
+            hung=one.hung,
         )
         for one in exits
     ]

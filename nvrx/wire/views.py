@@ -71,6 +71,7 @@ def rank_map_node(run: Run, mapped: MappedNode) -> common_pb2.RankMapNode:
                 signal=one.signal,
                 message=one.message,
                 stopped_by_agent=one.stopped_by_agent,
+                hung=one.hung,
             )
         )
     return row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,14 +25,17 @@ from nvrx.core.agent import (
     Report,
     SignalReceived,
     Spawn,
+    StacksTaken,
     Stop,
+    TakeStacks,
     TreeGone,
     WorkerEnded,
+    WorkersHung,
     WorkersStarted,
     step,
 )
 from nvrx.core.facts import WorkerExit
-from nvrx.core.ids import CycleNumber, GroupRank
+from nvrx.core.ids import CycleNumber, GroupRank, LocalRank
 from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import EXIT_EXCLUDED, Action, Assignment, Desired
 
@@ -84,9 +89,18 @@ def done(*observed: Observation, agent: Agent | None = None) -> list[list[Deed]]
     return deeds
 
 
+def agents(*observed: Observation) -> list[Agent]:
+    """The agent after each observation."""
+    states = [Agent()]
+    for one in observed:
+        states.append(step(states[-1], one).agent)
+    return states[1:]
+
+
 OK, BAD = ended(0), ended(0, 1)
 TERMED = ended(0, signal="SIGTERM")
 BY_US = ended(0, signal="SIGTERM", stopped=True)
+HUNG = WorkerExit(LocalRank(0), message="no heartbeat for 30.0 s", hung=True)
 
 
 @pytest.mark.rule("D2")
@@ -111,6 +125,51 @@ def test_a_failed_worker_takes_its_sisters_with_it() -> None:
         [],
         [spawn(1)],
     ]
+
+
+@pytest.mark.rule("G9", "D2")
+def test_a_hung_worker_is_told_at_once_and_stopped_when_it_is_known_where_it_hangs() -> None:
+    """Even though the coordinator has the next cycle ready meanwhile. How it then ended is told, too."""
+    sister = ended(1, signal="SIGTERM", stopped=True)
+    ended_so = replace(HUNG, signal="SIGKILL", stopped_by_agent=True)
+    killed = ended(0, signal="SIGKILL", stopped=True)
+    hung = WorkersHung(CycleNumber(0), (HUNG,))
+    taken = StacksTaken(CycleNumber(0))
+    assert done(run(0), hung, hung, run(1), taken, end(0, sister), end(0, killed), gone(0)) == [
+        [spawn(0)],
+        [report(0, HUNG), TakeStacks(CycleNumber(0), (HUNG,))],
+        [],
+        [],
+        [Stop("a worker of this node failed")],
+        [],
+        [],
+        [Report(CycleNumber(0), (sister, ended_so), at_once=False), spawn(1)],
+    ]
+
+
+@pytest.mark.rule("G9")
+def test_a_worker_that_ends_well_after_it_was_found_hung_has_hung() -> None:
+    *_, agent = agents(run(0), WorkersHung(CycleNumber(0), (HUNG,)), end(0, OK), end(0, ended(1)), gone(0))
+    assert agent.phase is AgentPhase.FAILED
+    assert agent.workers is not None
+    assert agent.workers.exits[LocalRank(0)] == replace(HUNG, exit_code=0)
+
+
+@pytest.mark.rule("G9", "E2")
+def test_an_agent_told_to_end_waits_for_no_stack() -> None:
+    hung = WorkersHung(CycleNumber(0), (HUNG,))
+    *_, told = done(run(0), hung, TERM)
+    assert [type(one) for one in told] == [Leave, Stop]
+    *_, closed, taken = done(run(0), hung, CLOSED, StacksTaken(CycleNumber(0)))
+    assert closed == [], "but one whose run has ended does: the hang may be why"
+    assert taken == [Stop("all exited 0")]
+
+
+@pytest.mark.rule("G9")
+@pytest.mark.parametrize("before", [run(1), stop(0), end(0, BAD), TERM, gone(0)])
+def test_silence_of_workers_that_are_being_stopped_or_gone_means_nothing(before: Observation) -> None:
+    *_, deeds = done(run(0), before, WorkersHung(CycleNumber(0), (replace(HUNG, local_rank=LocalRank(1)),)))
+    assert deeds == []
 
 
 @pytest.mark.rule("D2")
@@ -297,6 +356,7 @@ class Body(RuleBasedStateMachine):
         self.agent = Agent()
         self.alive: CycleNumber | None = None
         self.stopping = False
+        self.taking_stacks = False
         self.ended: set[int] = set()
         self.spawned: list[int] = []
         self.exits = 0
@@ -316,6 +376,7 @@ class Body(RuleBasedStateMachine):
             assert not self.has_left, "workers of a node that left"
             assert all(cycle < deed.assignment.cycle for cycle in self.spawned), "a cycle was started twice"
             self.alive, self.stopping, self.ended = deed.assignment.cycle, False, set()
+            self.taking_stacks = False
             self.spawned.append(deed.assignment.cycle)
         elif isinstance(deed, Stop):
             assert self.alive is not None
@@ -365,13 +426,35 @@ class Body(RuleBasedStateMachine):
         self.ended.add(rank)
         deeds = self.observe(end(self.alive, ended(rank, 0 if well else 1)))
         assert any(isinstance(one, Report) for one in deeds)
-        assert well or self.stopping, "after a failure its sisters are stopped"
+        assert self.agent.workers is not None
+        assert all(one.failed for one in self.agent.workers.exits.values() if one.hung)
+        assert well or self.stopping or self.taking_stacks, "after a failure its sisters are stopped"
+
+    @precondition(lambda self: self.alive is not None and len(self.ended) < WORKERS)
+    @rule()
+    def worker_hangs(self) -> None:
+        assert self.alive is not None
+        was_stopping = self.stopping
+        deeds = self.observe(WorkersHung(self.alive, (HUNG,)))
+        assert not was_stopping or not deeds, "silence of workers that are being stopped means nothing"
+        takes = [one for one in deeds if isinstance(one, TakeStacks)]
+        self.taking_stacks = self.taking_stacks or bool(takes)
+        assert not takes or not any(isinstance(one, Stop) for one in deeds)
+
+    @precondition(lambda self: self.taking_stacks)
+    @rule()
+    def stacks_taken(self) -> None:
+        assert self.alive is not None
+        self.taking_stacks = False
+        self.observe(StacksTaken(self.alive))
+        assert self.stopping, "a hung worker is stopped"
 
     @precondition(lambda self: self.alive is not None and (self.stopping or len(self.ended) == WORKERS))
     @rule()
     def tree_gone(self) -> None:
         assert self.alive is not None
         cycle, self.alive = self.alive, None
+        self.taking_stacks = False
         self.observe(TreeGone(cycle))
 
     @rule(message=st.sampled_from([Expelled("lost"), CLOSED, CoordinatorGraceOver("away")]))
@@ -388,10 +471,13 @@ class Body(RuleBasedStateMachine):
     @invariant()
     def ending_leads_to_an_end(self) -> None:
         if self.agent.ending is not None:
-            assert (self.alive is not None and self.stopping) or self.exits == 1
+            at_work = self.alive is not None and (self.stopping or self.taking_stacks)
+            assert at_work or self.exits == 1
 
     def teardown(self) -> None:
         self.observe(CLOSED)
+        if self.taking_stacks and not self.stopping:
+            self.stacks_taken()
         if self.alive is not None:
             assert self.stopping
             self.tree_gone()

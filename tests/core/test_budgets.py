@@ -2,9 +2,10 @@
 
 import pytest
 
+from nvrx.core.budgets import EXIT_NO_RESTART
 from nvrx.core.commands import Drain, Promote, Undrain
-from nvrx.core.facts import Cause, CycleEnded, RunClosed, RunState, WorldChosen
-from nvrx.core.ids import NodeId
+from nvrx.core.facts import Cause, CycleEnded, RunClosed, RunState, WorkerExit, WorldChosen
+from nvrx.core.ids import CycleNumber, LocalRank, NodeId
 from nvrx.core.shape import SettingsWish
 
 from .driver import World, trained
@@ -66,6 +67,40 @@ def test_planned_changes_are_free_with_max_restarts_0() -> None:
     world.start()
     world.exit("n1", 0, 1)
     assert "max_restarts 0 is used up" in closed(world).reason
+
+
+def hang(world: World, name: str) -> None:
+    world.report(name, [WorkerExit(LocalRank(0), message="no heartbeat for 30.0 s", hung=True)])
+
+
+@pytest.mark.rule("D5", "D7", "G9")
+def test_a_hang_costs_what_a_failure_costs() -> None:
+    world = trained(1, 2, wish=SettingsWish(max_restarts=2, max_node_failures=2))
+    hang(world, "n0")
+    world.start()
+    world.exit("n0", 0, 1)
+    assert NodeId("n0") in world.run.quarantined, "it hung, then it failed"
+    world.stopped("n0")
+    world.report("n0", [WorkerExit(LocalRank(0), None, "SIGKILL", "", True, hung=True)], CycleNumber(0))
+    world.advance(20)
+    assert world.active() == ["n1"]
+    world.start()
+    hang(world, "n1")
+    assert world.run.state is RunState.FAILED
+    assert closed(world).reason == (
+        "cycle 2: rank 0 (local rank 0) on n1 hung: no heartbeat for 30.0 s; max_restarts 2 is used up"
+    )
+
+
+@pytest.mark.rule("D6", "G9")
+def test_cycles_that_hang_without_progress_end_the_run() -> None:
+    wish = SettingsWish(max_restarts=9, max_no_progress_cycles=2, max_node_failures=0, restart_backoff_s=0.0)
+    world = trained(1, 1, wish=wish)
+    world.progress("n0", 10)
+    for _ in range(3):
+        hang(world, "n0")
+        world.start()
+    assert closed(world).exit_code == EXIT_NO_RESTART
 
 
 @pytest.mark.rule("D5")

@@ -1,5 +1,7 @@
 """A cycle's life (D1-D4, D8, D12): how it starts, what ends it, what it is put down to."""
 
+from dataclasses import replace
+
 import pytest
 
 from nvrx.core.commands import CycleExits, Report, Tick
@@ -117,6 +119,75 @@ def test_later_failures_are_consequences() -> None:
     seat_state = world.run.cycles[0].seat_state
     assert seat_state(world.node("n0").name, 2) is SeatState.FAILED
     assert seat_state(world.node("n1").name, 2) is SeatState.FAILED
+
+
+def hung(local_rank: int, text: str = "no heartbeat for 30.0 s") -> WorkerExit:
+    return WorkerExit(LocalRank(local_rank), message=text, hung=True)
+
+
+def hung_and_ended(local_rank: int) -> WorkerExit:
+    return replace(hung(local_rank), signal="SIGKILL", stopped_by_agent=True)
+
+
+@pytest.mark.rule("D4", "G9")
+def test_a_hang_is_the_cause_however_the_worker_then_ends() -> None:
+    world = trained(2, 2)
+    facts = world.report("n1", [hung(1)])
+    assert [type(one) for one in facts] == [WorkersExited, CycleEnded, WorldChosen]
+    expected = Failure(
+        Cause.HANG,
+        world.node("n1").name,
+        world.run.cycles[0].seats[1].group_rank,
+        LocalRank(1),
+        message="no heartbeat for 30.0 s",
+        rank=GlobalRank(3),
+    )
+    assert failure(world, 0) == expected
+    sister = ended(0, signal="SIGTERM", stopped=True)
+    assert [type(one) for one in world.report("n1", [sister, hung_and_ended(1)], CycleNumber(0))] == [WorkersExited]
+    assert world.report("n1", [hung(1), hung_and_ended(1)], CycleNumber(0)) == [], "told again"
+    cycle = world.run.cycles[0]
+    assert (cycle.failure, cycle.consequences) == (expected, ())
+    assert cycle.exits[world.node("n1").name][LocalRank(1)] == hung_and_ended(1)
+    assert cycle.seat_state(world.node("n1").name, 2) is SeatState.FAILED
+
+
+@pytest.mark.rule("D4", "G9")
+def test_who_hangs_in_the_wake_of_a_hang_or_fails_then_is_a_consequence() -> None:
+    world = trained(2, 2)
+    world.report("n0", [hung(1), hung(0, "later")])
+    world.report("n1", [ended(0, signal="SIGABRT"), hung(1, "too")], CycleNumber(0))
+    assert failure(world, 0).rank == 1
+    assert [(one.cause, one.signal or one.message) for one in world.run.cycles[0].consequences] == [
+        (Cause.HANG, "later"),
+        (Cause.WORKER_FAILED, "SIGABRT"),
+        (Cause.HANG, "too"),
+    ]
+    assert world.cycle.number == 1
+
+
+@pytest.mark.rule("D12", "G9")
+def test_a_lost_node_explains_a_hang() -> None:
+    """With a short timeout its peers are found hung before it is found lost."""
+    world = trained(2, 3)
+    world.kill("n1")
+    world.report("n0", [hung(0)])
+    world.advance(5)
+    assert (failure(world, 0).cause, failure(world, 0).node_id) == (Cause.NODE_LOST, "n1")
+    assert [one.cause for one in world.run.cycles[0].consequences] == [Cause.HANG]
+
+
+@pytest.mark.rule("D2", "G9")
+def test_a_node_whose_hung_worker_may_still_be_there_is_waited_for() -> None:
+    """It leaves the world, and its only worker is known to hang: nothing starts elsewhere before that has ended."""
+    world = trained(1, 2, 1)
+    world.drain("n0")
+    world.report("n0", [hung(0)])
+    assert not world.is_training
+    assert "n0 leaves the world and its workers are still stopping" in world.waiting()
+    world.report("n0", [hung_and_ended(0)], CycleNumber(0))
+    assert world.is_training
+    assert world.active() == ["n1"]
 
 
 @pytest.mark.rule("B2", "D4")

@@ -20,6 +20,7 @@ from nvrx.core.facts import (
     NodeStopped,
     RunClosed,
     RunState,
+    WorkerExit,
     WorkersExited,
     WorldChosen,
 )
@@ -78,6 +79,18 @@ def test_every_kind_of_fact_has_one_line() -> None:
         (
             WorkersExited(1, CYCLE, N0, (ended(0, 3), ended(1, signal="SIGTERM", stopped=True))),
             "cycle 9: workers of n0 ended: local rank 0: exit 3, local rank 1: SIGTERM (stopped by agent)",
+        ),
+        (
+            WorkersExited(1, CYCLE, N0, (WorkerExit(LocalRank(0), message="no heartbeat for 30.0 s", hung=True),)),
+            "cycle 9: workers of n0: local rank 0 hangs: no heartbeat for 30.0 s",
+        ),
+        (
+            WorkersExited(1, CYCLE, N0, (WorkerExit(LocalRank(0), None, "SIGKILL", "", True, hung=True),)),
+            "cycle 9: workers of n0 ended: local rank 0: SIGKILL (stopped by agent), after it hung",
+        ),
+        (
+            CycleEnded(1, CYCLE, replace(FAILURE, cause=Cause.HANG, exit_code=None, message="no heartbeat for 30.0 s")),
+            "cycle 9 ended: rank 0 (local rank 0) on n0 hung: no heartbeat for 30.0 s",
         ),
         (CycleEnded(1, CYCLE, FAILURE), "cycle 9 ended: rank 0 (local rank 0) on n0 failed with exit 1"),
         (CycleEnded(1, CYCLE, Failure(Cause.SUCCEEDED)), "cycle 9 ended: succeeded"),

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nvrx.core.facts import Cause, Endpoint
-from nvrx.core.ids import CycleNumber
+from nvrx.core.facts import Cause, Endpoint, WorkerExit
+from nvrx.core.ids import CycleNumber, LocalRank
 from nvrx.core.presence import AgentPhase, HostedStores, StoreMode
 from nvrx.core.shape import SettingsWish
 from nvrx.core.stores import hosted_ports, ports_in_use
@@ -151,7 +151,7 @@ def test_who_fails_for_want_of_the_store_costs_no_restart(code: int, signal: str
 
 @pytest.mark.rule("I6")
 def test_the_store_does_not_explain_everything() -> None:
-    """Out of memory or a fault in the program: the store's loss has nothing to do with it, nor that of another."""
+    """Out of memory, a fault in the program, a hang: a store's loss has nothing to do with it, nor that of another."""
     for signal, lost in (("SIGKILL", PORTS[0]), ("SIGSEGV", PORTS[0]), ("SIGABRT", PORTS[3])):
         world = served()
         world.presence.stores = replace(OFFER, lost=frozenset({lost}))
@@ -159,3 +159,9 @@ def test_the_store_does_not_explain_everything() -> None:
         failure = world.run.cycles[0].failure
         assert failure is not None
         assert failure.cause is Cause.WORKER_FAILED
+    world = served()
+    world.presence.stores = replace(OFFER, lost=frozenset({PORTS[0]}))
+    world.report("n0", [WorkerExit(LocalRank(0), message="no heartbeat for 30.0 s", hung=True)])
+    failure = world.run.cycles[0].failure
+    assert failure is not None
+    assert failure.cause is Cause.HANG

@@ -9,8 +9,8 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import HealthCheck, given, settings
 
-from nvrx.core.facts import Fact, WorkersExited, WorldChosen
-from nvrx.core.ids import Revision
+from nvrx.core.facts import Fact, WorkerExit, WorkersExited, WorldChosen
+from nvrx.core.ids import LocalRank, Revision
 from nvrx.server.journals.codec import ManyDecoder, UnreadableFact, decode, encode, kind_of, to_plain
 from nvrx.wire.views import fact_message
 
@@ -72,6 +72,18 @@ def test_a_fact_can_be_shown(fact: Fact) -> None:
 def test_fields_of_a_later_version_are_ignored_and_missing_ones_take_their_defaults() -> None:
     fact = decode("NodeLeft", '{"at": 1.0, "node_id": "n", "incarnation": "i", "reason": "", "colour": "blue"}')
     assert fact == decode("NodeLeft", '{"at": 1, "node_id": "n", "incarnation": "i", "reason": "", "time": 0}')
+
+
+@pytest.mark.rule("A8", "G9")
+def test_rows_from_before_hangs_were_known_are_read() -> None:
+    old = (
+        '{"local_rank": 1, "exit_code": null, "signal": "SIGKILL", "message": "", "stopped_by_agent": false, '
+        '"stderr_tail": ""}'
+    )
+    fact = decode("WorkersExited", f'{{"at": 1, "cycle": 0, "node_id": "n", "exits": [{old}], "time": 2}}')
+    assert isinstance(fact, WorkersExited)
+    assert fact.exits[0] == WorkerExit(LocalRank(1), None, "SIGKILL")
+    assert not fact.exits[0].hung
 
 
 @pytest.mark.rule("E5")

@@ -235,6 +235,8 @@ class AgentProcess:
         match deed:
             case machine.Spawn():
                 self.supervisor.spawn(deed.assignment.cycle)
+            case machine.TakeStacks():
+                self.supervisor.take_stacks(deed.cycle)
             case machine.Stop():
                 self.supervisor.stop()
             case machine.Kill():

@@ -272,5 +272,5 @@ class Checks:
 
 
 def _end(one: WorkerExit) -> str:
-    how = one.signal or f"exit {one.exit_code}"
+    how = (one.signal or f"exit {one.exit_code}") if one.has_ended else "hangs"
     return f"{one.local_rank} {how}{' (stopped)' if one.stopped_by_agent else ''}"

@@ -5,6 +5,7 @@ Written without the core's own invariants. Each check names the rule that is bro
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -161,11 +162,14 @@ def _check_nobody_stops(chosen: list[NodeId], ledger: Ledger, hearing: Hearing, 
         require(not living or now_s >= until_s, "D2", f"{node_id} leaves the world, and its workers live: {living}")
 
 
+_BY_WORKERS = (Cause.WORKER_FAILED, Cause.HANG)
+
+
 def _spent(ledger: Ledger) -> str:
     """Which budget is used up; empty where none is."""
     settings = ledger.settings
     assert settings is not None
-    failures = ledger.ended_by(Cause.WORKER_FAILED)
+    failures = ledger.ended_by(*_BY_WORKERS)
     if settings.restart_budget is RestartBudget.PER_PROGRESS:
         since = max((one.number for one in ledger.cycles if one.progressed), default=0)
         failures = [one for one in failures if one.number >= since]
@@ -189,15 +193,15 @@ def _cycles_without_progress(ledger: Ledger) -> int:
         if one.progressed:
             break
         cause = one.failure.cause if one.failure is not None else None
-        count += cause is Cause.WORKER_FAILED or (one.ran and cause in {Cause.NODE_LOST, Cause.NODE_LEFT})
+        count += cause in _BY_WORKERS or (one.ran and cause in {Cause.NODE_LOST, Cause.NODE_LEFT})
     return count
 
 
 def _charged_losses(ledger: Ledger, settle_s: float) -> int:
     """D3: a loss before the cycle ran costs nothing, nor does one that settles with a failure before it."""
     count, before_at = 0, -math.inf
-    for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, Cause.WORKER_FAILED):
-        is_loss = one.failure is not None and one.failure.cause is not Cause.WORKER_FAILED
+    for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, *_BY_WORKERS):
+        is_loss = one.failure is not None and one.failure.cause not in _BY_WORKERS
         if is_loss and (not one.ran or one.ended_at - before_at <= settle_s):
             continue
         count += is_loss
@@ -230,6 +234,12 @@ def _exited(fact: WorkersExited, ledger: Ledger, hearing: Hearing, truth: Truth,
     ends = truth.nodes[fact.node_id].machine.ends
     for one in fact.exits:
         was = ends.get((fact.cycle, one.local_rank))
+        if one.hung:
+            hung = (fact.cycle, one.local_rank) in truth.nodes[fact.node_id].machine.hung
+            require(hung, "G9", f"cycle {fact.cycle}: {fact.node_id} is said to have {one}, and it does not hang")
+            if not one.has_ended:
+                continue
+            one = dataclasses.replace(one, hung=False, message="")
         require(was == one, "D4", f"cycle {fact.cycle}: {fact.node_id} is said to have {one}, and had {was}")
 
 
@@ -259,6 +269,12 @@ def _by_worker(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) ->
     )
 
 
+def _by_hang(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -> None:
+    assert failure.node_id is not None
+    hung = (cycle.number, failure.local_rank) in truth.nodes[failure.node_id].machine.hung
+    require(hung, "G9", f"cycle {cycle.number} ended by {failure}, which does not hang")
+
+
 def _by_loss(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -> None:
     incarnation = cycle.incarnations.get(failure.node_id) if failure.node_id is not None else None
     gone = ledger.lost if failure.cause is Cause.NODE_LOST else ledger.left
@@ -281,6 +297,7 @@ def _by_success(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -
 
 _CAUSES: dict[Cause, Callable[[Seated, Failure, Ledger, Truth], None]] = {
     Cause.WORKER_FAILED: _by_worker,
+    Cause.HANG: _by_hang,
     Cause.NODE_LOST: _by_loss,
     Cause.NODE_LEFT: _by_loss,
     Cause.DRAINED: _by_hand,

@@ -43,6 +43,10 @@ class Faults:
         rank = LocalRank(fault.amount % node.machine.workers_per_node)
         self._that_works(node).end_worker(rank, 0)
 
+    def worker_hangs(self, node: Node, fault: Fault) -> None:
+        rank = LocalRank(fault.amount % node.machine.workers_per_node)
+        self._that_works(node).hang_worker(rank)
+
     def _that_works(self, node: Node) -> Node:
         """The node, or if it has no workers the first one that has."""
         having = (one for one in self._simulation.nodes.values() if one.machine.living())

@@ -138,6 +138,9 @@ class Node:
     def end_worker(self, rank: LocalRank, code: int) -> bool:
         return self.agent is not None and self.agent.supervisor.end_worker(rank, code, None)
 
+    def hang_worker(self, rank: LocalRank) -> bool:
+        return self.agent is not None and self.agent.supervisor.hang_worker(rank)
+
     # ---- what its agent asks and tells ------------------------------------------------------------------
 
     def next_incarnation(self) -> Incarnation:

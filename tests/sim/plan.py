@@ -26,6 +26,7 @@ class Kind(enum.Enum):
 
     WORKER_FAILS = "a worker fails"
     WORKER_FINISHES = "a worker exits 0"
+    WORKER_HANGS = "a worker is silent for too long"
     SPAWN_FAILS = "its next workers cannot be started"
     SPAWN_SLOW = "its next workers start slowly"
     IGNORE_TERM = "its workers ignore SIGTERM from now on"
@@ -56,6 +57,7 @@ class Kind(enum.Enum):
 _WEIGHTS = {
     Kind.WORKER_FAILS: 10,
     Kind.WORKER_FINISHES: 3,
+    Kind.WORKER_HANGS: 4,
     Kind.SPAWN_FAILS: 2,
     Kind.SPAWN_SLOW: 3,
     Kind.IGNORE_TERM: 3,

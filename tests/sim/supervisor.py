@@ -19,6 +19,7 @@ SPAWN_S = (0.05, 1.0)
 SLOW_SPAWN_S = (3.0, 8.0)
 TERM_S = (0.0, 0.6)
 TREE_GONE_S = (0.0, 0.2)
+STACKS_S = (0.0, 9.0)
 ORPHANS_DIE_S = (0.0, 5.0)
 """Workers of a dead agent die within 5 s (rule G4)."""
 
@@ -42,6 +43,8 @@ class Machine:
     stop_grace_s: float
     trees: list[Tree] = field(default_factory=list)
     ends: dict[tuple[CycleNumber, LocalRank], WorkerExit] = field(default_factory=dict)
+    hung: set[tuple[CycleNumber, LocalRank]] = field(default_factory=set)
+    """Workers that were found hung, in truth."""
     spawned: list[CycleNumber] = field(default_factory=list)
     """Cycles whose workers were started here, in order."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,6 +137,7 @@ class Supervisor:
         node.spawned.append(cycle)
         self.spawned.append(cycle)
         node.ends = {of: end for of, end in node.ends.items() if of[0] != cycle}
+        node.hung = {of for of in node.hung if of[0] != cycle}
         self._spawned(cycle)
         self._tell(machine.WorkersStarted(cycle))
 
@@ -160,6 +164,20 @@ class Supervisor:
             return False
         self._end(self._tree, rank, code, number)
         return True
+
+    def hang_worker(self, rank: LocalRank) -> bool:
+        """A worker has been silent for too long, and runs on. False where it does not run."""
+        if self._is_dead or self._tree is None or self._tree.stop_sent or rank not in self._tree.alive:
+            return False
+        self._machine.hung.add((self._tree.cycle, rank))
+        hung = WorkerExit(rank, message="no heartbeat for 30.0 s", hung=True)
+        self._tell(machine.WorkersHung(self._tree.cycle, (hung,)))
+        return True
+
+    def take_stacks(self, cycle: CycleNumber) -> None:
+        """Takes a while, and is not waited for by an agent that dies."""
+        after_s = self._machine.random.uniform(*STACKS_S)
+        self._loop.call_later(after_s, self._tell, machine.StacksTaken(cycle))
 
     def _end(self, tree: Tree, rank: LocalRank, code: int | None, number: signal.Signals | None) -> None:
         node = self._machine
