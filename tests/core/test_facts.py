@@ -23,9 +23,11 @@ from nvrx.core.facts import (
     WorkersExited,
     WorldChosen,
 )
+from nvrx.core.health import MASS_WITHIN_S
 from nvrx.core.ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from nvrx.core.invariants import Broken, check_state, check_step
 from nvrx.core.narrate import Subject, subject_of, tell
+from nvrx.core.presence import Health
 from nvrx.core.run import MAX_CONSEQUENCES, evolve
 from nvrx.core.shape import SettingsWish
 
@@ -55,6 +57,10 @@ def eventful() -> World:
     world.submit(Promote(NodeId("n7"), NodeId("n1")))
     world.submit(Drain(NodeId("n6")))
     world.submit(Undrain(NodeId("n6")))
+    world.ails("n5", Health.UNHEALTHY)
+    world.ails("n6", Health.UNHEALTHY)
+    world.heals("n5", "n6")
+    world.advance(2 * MASS_WITHIN_S)
     return world
 
 
