@@ -27,6 +27,9 @@ from nvrx.core.topology import BadVariable, OrderSource, order_sources, restart_
 from nvrx.runtime_dir import runtime_dir
 
 from . import gpu
+from .health.gpu_memory import DEFAULT_RECLAIM_TIMEOUT_S
+from .health.monitor import DEFAULT_INTERVAL_S, HealthWishes
+from .health.wishes import health_wishes
 from .machine import this_machine
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
@@ -64,6 +67,10 @@ class JoinOptions:
     log_dir: Path = Path("nvrx-logs")
     token: str | None = None
     reopen: bool = False
+    health_check: str | None = None
+    health_interval_s: float = DEFAULT_INTERVAL_S
+    health_paths: tuple[str, ...] = ()
+    gpu_reclaim_timeout_s: float = DEFAULT_RECLAIM_TIMEOUT_S
     segment_size: int | None = None
     replacement_group_size: int | None = None
     rank_policy: str | None = None
@@ -101,6 +108,7 @@ class NodeConfig:
     environment: Mapping[str, str]
     working_directory: str
     runtime_dir: Path
+    health: HealthWishes = HealthWishes()
 
 
 def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
@@ -146,6 +154,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         environment=dict(env),
         working_directory=os.getcwd(),
         runtime_dir=Path(runtime_dir(env)),
+        health=health_wishes(options.health_check, options.health_interval_s, options.health_paths, env),
     )
     _require_writable(options.log_dir)
     return config

@@ -21,6 +21,8 @@ from nvrx.core.shape import (
 )
 
 from .config import DEFAULT_COORDINATOR_GRACE_S
+from .health.gpu_memory import DEFAULT_RECLAIM_TIMEOUT_S
+from .health.monitor import DEFAULT_INTERVAL_S
 
 SIZE_OF = {
     "tensor_parallel": "Tensor-parallel size",
@@ -85,6 +87,34 @@ _FAILURE = [
         "--quarantine",
         type=Seconds(),
         help="How long such a node is chosen last [default: for the rest of the run].",
+    ),
+]
+
+_HEALTH = [
+    option(
+        "--health-check",
+        metavar="CMD",
+        help="Command that says how this node is: exit code 0 healthy, 1 degraded, 2 failed; its last line is why.",
+    ),
+    option(
+        "--health-interval",
+        type=Seconds(),
+        default=DEFAULT_INTERVAL_S,
+        show_default=True,
+        help="Time between two runs of --health-check, and how long one may take; so for --health-path.",
+    ),
+    option(
+        "--health-path",
+        multiple=True,
+        metavar="PATH",
+        help="A path that must be there, can be read and answers; may be repeated.",
+    ),
+    option(
+        "--gpu-reclaim-timeout",
+        type=Seconds(),
+        default=DEFAULT_RECLAIM_TIMEOUT_S,
+        show_default=True,
+        help="How long new workers wait for the old ones' GPU memory to be free; then they start all the same.",
     ),
 ]
 
@@ -172,7 +202,7 @@ NODE_OPTIONS = [
     option(
         "--exit-when-excluded/--no-exit-when-excluded",
         default=None,
-        help="End with exit code 5 when this node is drained or quarantined [default: in a Slurm array].",
+        help="End with exit code 5 when this node is drained, quarantined or unhealthy [default: in a Slurm array].",
     ),
     *_FAILURE,
     *_SIZES,
@@ -207,6 +237,7 @@ NODE_OPTIONS = [
     option("--checkpoint-path", default="", help="Where the run keeps its checkpoints; must be the same on all nodes."),
     option("--token-file", type=click.Path(path_type=Path), help="File with the coordinator's token."),
     option("--reopen", is_flag=True, help="Begin the run's next life if it has ended."),
+    *_HEALTH,
     *_WORKERS,
     *_LOGS,
 ]
