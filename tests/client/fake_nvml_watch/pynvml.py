@@ -1,8 +1,8 @@
 """A stand-in for the package nvidia-ml-py, which needs a GPU: what watch_gpus calls, answered from the file FAKE_NVML.
 
 The file is JSON and is read at each call, so that a test can change it: `gpus`, each with `uuid` and perhaps
-`recovery`, `lost`, `error` and `processes` ([pid, bytes]); `xids`, a list of [gpu, xid] that only grows; `hang`: all calls
-hang.
+`recovery`, `lost`, `error` and `processes` ([pid, bytes]); `xids`, a list of [gpu, xid] that only grows; `hang`: all
+calls hang.
 Without the variable there is no driver. Names, errors and structures are those of the real one.
 """
 
