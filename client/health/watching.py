@@ -96,15 +96,16 @@ class Watching:
             self._last_words = error.strerror or repr(error)
             return -1
         self._child = child
-        patience_s = max(program.first_s, self._answers_within_s)
+        patience_s, is_first = max(program.first_s, self._answers_within_s), True
         while not child.ended.done():
             await self._hear_or_end(child, patience_s)
             if self._heard.is_set():
                 self._heard.clear()
-                patience_s = program.every_s + self._answers_within_s
+                patience_s, is_first = program.every_s + self._answers_within_s, False
             elif not child.ended.done():
                 # It is left as it is: when it can go on it says so, and a second one would hang in the same place.
-                self._tell(program.when_silent, f"does not answer for {self._answers_within_s:g} s")
+                late_s = patience_s if is_first else self._answers_within_s
+                self._tell(program.when_silent, f"does not answer for {late_s:g} s")
                 await self._hear_or_end(child, None)
         return child.ended.result()
 

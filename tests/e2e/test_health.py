@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import Cluster
+from .cluster import OBEY, RUN_ID, Cluster
 from .programs import Program, is_alive
 
 OFTEN = ("--health-interval", "0.3")
@@ -231,3 +232,56 @@ def test_check_says_what_the_checks_say(cluster: Cluster) -> None:
     assert program.ended() == 4
     assert "health    health-check: unhealthy (too hot)" in program.out
     assert f"health    health-path {cluster.directory}: healthy" in program.out
+
+
+def gpu_node(cluster: Cluster, node: str, *options: str) -> Path:
+    """An agent with stand-in GPUs; the file that they answer from."""
+    file = cluster.directory / f"gpus-{node}"
+    holds(file)
+    argv = [sys.executable, "-m", "tests.e2e.gpu_node", "join", "--coordinator", cluster.address, "--run-id", RUN_ID]
+    argv += ["--node-id", node, "--log-dir", str(cluster.logs), "--stop-grace", "10", "--restart-backoff", "0"]
+    cluster.start(node, [*argv, *options, "--", *OBEY], {"FAKE_NVML": str(file)})
+    return file
+
+
+def holds(file: Path, *processes: list[int], recovery: int = 0) -> None:
+    """What the stand-in GPU says: who holds its memory, and what is to be done with it."""
+    told = {"gpus": [{"uuid": "GPU-a", "recovery": recovery, "processes": processes}]}
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(told))
+    new.replace(file)
+
+
+@pytest.mark.rule("G11")
+def test_a_node_whose_gpu_needs_a_reset_is_replaced(cluster: Cluster) -> None:
+    cluster.serve()
+    files = {one: gpu_node(cluster, one, "--nnodes", "1:2", "--last-call", "20") for one in "ab"}
+    cluster.wait_for("CycleRunning", 0)
+    healthy(cluster, HEALTHY, "a", "b")
+    holds(files["a"], recovery=1)
+    ended = cluster.wait_for("CycleEnded", 0)
+    assert ended.text.endswith("node unhealthy on a: gpu: GPU 0 (GPU-a) needs a reset, its driver says")
+    cluster.wait_for("CycleRunning", 1)
+    assert cluster.world(1) == ["b"]
+
+
+@pytest.mark.rule("G12", "D2")
+def test_new_workers_wait_for_the_memory_of_the_old_ones(cluster: Cluster) -> None:
+    cluster.serve()
+    file = gpu_node(cluster, "a", "--nnodes", "1", "--gpu-reclaim-timeout", "600")
+    cluster.wait_for("CycleRunning", 0)
+    healthy(cluster, HEALTHY, "a")
+    agent = cluster.programs[-1]
+    holds(file, [4711, 5 << 30])
+    cluster.worker("a", 0).tell("exit", code=9)
+    agent.said(r"waiting for the GPUs' memory: pid 4711 holds 5120 MiB of GPU 0")
+    assert not cluster.find("CycleRunning", 1)
+    assert not cluster.hall.find("a", 1, 0)
+    holds(file)
+    cluster.wait_for("CycleRunning", 1)
+    agent.said(r"the GPUs' memory is free after")
+    holds(file, [4712, 5 << 30])
+    cluster.worker("a", 1).tell("exit", code=9)
+    agent.said(r"pid 4712 holds")
+    agent.send(signal.SIGTERM)
+    assert agent.ended() == 128 + signal.SIGTERM, "and nobody who waits is in the way of its end"
