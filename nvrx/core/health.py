@@ -11,6 +11,7 @@ from .facts import CheckSuspected, CheckTrusted, Fact, NodeFailedCheck, NodeReco
 from .groups import counted
 from .ids import NodeId
 from .narrate import list_names
+from .placement.words import LAST_RESORT
 from .presence import Health, HealthReport, NodePresence, Presence
 from .run import Run, evolve
 
@@ -44,7 +45,7 @@ def why_last(run: Run, presence: Presence, node_id: NodeId) -> str:
     """C1, D7: why a node is chosen last, not never; empty where it is not."""
     report = presence.health_of(node_id)
     if report.state is Health.DEGRADED:
-        return f"degraded ({report}): chosen last"
+        return f"degraded ({report}): chosen last" if report.reason else LAST_RESORT
     if is_excused(run, report):
         return f"degraded ({report}; but that check is suspect itself): chosen last"
     return "quarantined: chosen last" if node_id in run.quarantined else ""
@@ -54,8 +55,8 @@ def why_absent(run: Run, presence: Presence, node_id: NodeId) -> str:
     """Why a node's health keeps it out of every world; empty where it does not."""
     if may_train(run, presence, node_id):
         return ""
-    known = run.unhealthy.get(node_id)
-    return f"unhealthy ({known or presence.health_of(node_id)})"
+    told = str(run.unhealthy.get(node_id) or presence.health_of(node_id))
+    return f"unhealthy ({told})" if told else "unhealthy"
 
 
 def _failing(run: Run, presence: Presence) -> dict[NodeId, NodePresence]:

@@ -59,7 +59,7 @@ class HealthReport:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.check}: {self.reason}" if self.check else self.reason or self.state.value.lower()
+        return f"{self.check}: {self.reason}" if self.check else self.reason
 
 
 WELL = HealthReport()

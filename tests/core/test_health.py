@@ -361,6 +361,52 @@ class TestMass:
         assert not world.of(CycleEnded)
         assert notices(world) == ""
 
+    def test_the_one_replaced_before_it_was_suspect_speaks_against_it_too(self) -> None:
+        """Two nodes fail, one is replaced, the check is suspect: it stays so while it fails on both."""
+        world = trained(2, 4, wish=MANY)
+        world.ails("n0")
+        settle(world)
+        world.ails("n1")
+        assert len(world.of(CheckSuspected)) == 1
+        world.advance(5 * MASS_WITHIN_S)
+        assert not world.of(CheckTrusted)
+        assert world.is_training
+        world.heals("n0")
+        world.advance(MASS_WITHIN_S + 2)
+        assert len(world.of(CheckTrusted)) == 1
+        settle(world)
+        assert "n1" not in world.active()
+
+    def test_one_that_is_gone_speaks_for_a_minute_only(self) -> None:
+        world = trained(2, 4, wish=MANY)
+        world.ails("n0")
+        settle(world)
+        world.leave("n0", stopped=True)
+        world.ails("n1")
+        world.advance(MASS_WITHIN_S - 2)
+        assert not world.of(CheckTrusted)
+        world.advance(4)
+        assert len(world.of(CheckTrusted)) == 1
+        assert world.run.cycles[-1].failure is not None or "n1" not in world.active()
+
+    def test_it_stays_suspect_for_a_minute_even_if_all_are_well_at_once(self) -> None:
+        world = trained(2, 4, wish=MANY)
+        mass(world, "n2", "n0", within_s=0.0)
+        world.heals("n2", "n0")
+        world.advance(MASS_WITHIN_S - 1)
+        assert not world.of(CheckTrusted)
+        world.advance(2)
+        assert len(world.of(CheckTrusted)) == 1
+
+    def test_a_node_on_which_a_suspect_check_fails_is_chosen_last(self) -> None:
+        world = trained(2, 4, wish=MANY)
+        mass(world, "n3", "n0")
+        world.exit("n1", 0, 1)
+        settle(world)
+        assert world.active() == ["n1", "n2"]
+        reasons = {str(one.node.node_id): one.reason for one in world.cycle.standbys}
+        assert reasons["n0"] == "degraded (disk: is full; but that check is suspect itself): chosen last"
+
 
 @pytest.mark.rule("G11", "E5")
 class TestAfterARestartOfTheCoordinator:
