@@ -403,11 +403,15 @@ def _undrained(run: Run, fact: NodesUndrained) -> Run:
 
 
 def _failed_check(run: Run, fact: NodeFailedCheck) -> Run:
+    if fact.node_id not in run.members:
+        return run
     found = Ailment(fact.incarnation, fact.check, fact.reason, fact.at)
     return _counted_again(dataclasses.replace(run, unhealthy={**run.unhealthy, fact.node_id: found}), fact.at)
 
 
 def _recovered(run: Run, fact: NodeRecovered) -> Run:
+    if fact.node_id not in run.unhealthy:
+        return run
     unhealthy = {name: found for name, found in run.unhealthy.items() if name != fact.node_id}
     return _counted_again(dataclasses.replace(run, unhealthy=unhealthy), fact.at)
 

@@ -10,12 +10,16 @@ from nvrx.core.commands import Drain, Promote, Tick, Undrain
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeLeft,
     NodeLost,
+    NodeRecovered,
     NodesPromoted,
     NodeStopped,
     RunClosed,
@@ -136,6 +140,9 @@ def test_the_journal_gives_the_state_back() -> None:
         CycleEnded(9, CYCLE, FAILURE),
         CauseRevised(9, CYCLE, FAILURE),
         WorkersExited(9, CYCLE, N0, (ended(0),)),
+        NodeFailedCheck(9, NodeId("stranger"), GHOST, "disk", "is full"),
+        NodeRecovered(9, N0),
+        CheckTrusted(9, "disk"),
     ],
 )
 def test_evolve_is_total(fact: Fact) -> None:
@@ -174,6 +181,12 @@ def broken_step(fact: Fact) -> str:
         (CauseRevised(1, CycleNumber(0), FAILURE), "D4"),
         (WorkersExited(1, CycleNumber(0), NodeId("n2"), (ended(0),)), "D4"),
         (RunClosed(1, RunState.FAILED, "why", 1), "D1"),
+        (NodeFailedCheck(1, N0, GHOST, "disk", "is full"), "B2"),
+        (NodeRecovered(1, N0), "G11"),
+        (CheckSuspected(1, "disk", (N0,), 3), "G11"),
+        (CheckSuspected(1, "disk", (N0, NodeId("n1")), 20), "G11"),
+        (CheckTrusted(1, "disk"), "G11"),
+        (CycleEnded(1, CycleNumber(0), Failure(Cause.NODE_UNHEALTHY, N0)), "G11"),
     ],
 )
 def test_wrong_facts_are_seen(fact: Fact, rule: str) -> None:
