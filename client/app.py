@@ -34,6 +34,7 @@ from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from .cycle_info import CycleInfo
 from .hangs import Hangs
+from .health.monitor import HealthMonitor
 from .log_link import LogError, LogLink
 from .processes import pid_space
 from .progress import CheckpointProgress
@@ -102,6 +103,8 @@ class NodeAgent:
         self._host = pid_space()
         file = config.options.checkpoint_iteration_file
         self._progress = CheckpointProgress(file) if file is not None else None
+        self._health = HealthMonitor(config.health, config.environment, self._health_changed)
+        self._has_spawned = False
         self._incarnation: Incarnation | None = None
         self._ports = StorePorts()
         self._hangs = Hangs(config.options.hangs, config.runtime_dir, config.environment, self._observe)
@@ -123,6 +126,7 @@ class NodeAgent:
         listening.add_done_callback(self._task_done)
         if self._progress is not None:
             self._chore(self._progress.keep_up())
+        self._health.start(self._task_done)
         try:
             while True:
                 ending = await self._live()
@@ -134,6 +138,7 @@ class NodeAgent:
         finally:
             listening.cancel()
             self._hangs.watch.close()
+            self._health.close()
             self._ports.close()
             await self._link.close(grace_s=self._config.options.stop_grace_s)
             await self._logs.close()
@@ -288,7 +293,13 @@ class NodeAgent:
 
     def _actual(self) -> Actual:
         agent = self._agent
-        return Actual(agent.phase, agent.cycle, self._ports.offer(), agent.acknowledged, self._step())
+        return Actual(
+            agent.phase, agent.cycle, self._ports.offer(), agent.acknowledged, self._step(), self._health.report
+        )
+
+    def _health_changed(self) -> None:
+        if self._life is not None:
+            self._life.conversation.changed()
 
     def _step(self) -> int | None:
         """How far training came, told by the first node of the world alone: all see the same file, and steps alike."""
@@ -463,8 +474,24 @@ class NodeAgent:
             log.info("NUMA: %s", describe_bindings(self._config.numa.bindings))
             self._bindings_said = True
 
+    def _is_wanted(self, given: Assignment) -> bool:
+        """Whether the workers of an assignment that were to be started are still to be."""
+        workers = self._agent.workers
+        return workers is not None and workers.assignment.cycle == given.cycle and not workers.stopping
+
+    async def _gpu_memory_free(self, given: Assignment) -> None:
+        """G12: what is left of the workers before may still hold the GPUs' memory when they have gone."""
+        memory, had_workers = self._health.gpu_memory, self._has_spawned
+        self._has_spawned = True
+        if memory is not None and had_workers:
+            await memory.free(self._config.options.gpu_reclaim_timeout_s, lambda: self._is_wanted(given))
+
     async def _spawn(self, life: _Life, given: Assignment) -> None:
         try:
+            await self._gpu_memory_free(given)
+            if not self._is_wanted(given):
+                self._observe(machine.SpawnFailed(given.cycle, "its cycle is over"))
+                return
             specs = self._specs(life, given)
             log.info("%s; output in %s", describe_place(given), life.files.cycle(given.cycle))
             self._say_bindings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import grpc
@@ -11,6 +12,8 @@ from nvrx.channel import CHANNEL_OPTIONS, bearer, describe
 
 from .config import NodeConfig, Surroundings
 from .coordinator import EXIT_NEVER_REACHED, RPC_TIMEOUT_S
+from .health.monitor import HealthMonitor
+from .health.watching import ANSWERS_WITHIN_S
 from .numa_table import numa_lines
 
 
@@ -32,6 +35,7 @@ async def check_node(config: NodeConfig) -> int:
         print(line)
     print(f"command   {' '.join(config.argv)}")
     print(f"logs      {config.options.log_dir}")
+    await _say_health(config)
     reached = False
     for endpoint in config.options.coordinators:
         async with grpc.aio.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS) as channel:
@@ -47,6 +51,24 @@ async def check_node(config: NodeConfig) -> int:
         leads = answer.status == health_pb2.HealthCheckResponse.SERVING
         print(f"coordinator {endpoint} answers{'' if leads else ', and does not lead'}")
     return 0 if reached else EXIT_NEVER_REACHED
+
+
+async def _say_health(config: NodeConfig) -> None:
+    """What each health check says the first time."""
+    monitor = HealthMonitor(config.health, config.environment, lambda: None)
+    monitor.start(lambda _: None)
+    try:
+        async with asyncio.timeout(config.health.interval_s + ANSWERS_WITHIN_S):
+            await monitor.all_told.wait()
+    except TimeoutError:
+        pass  # what has not told is shown so
+    finally:
+        monitor.close()
+    for name, report in monitor.each.items():
+        print(f"health    {name}: {'no answer yet' if report is None else report.state.value.lower()}", end="")
+        print(f" ({report.reason})" if report is not None and report.reason else "")
+    if not monitor.each:
+        print("health    (no checks)")
 
 
 def _group(around: Surroundings) -> str:

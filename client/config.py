@@ -30,6 +30,9 @@ from nvrx.runtime_dir import runtime_dir
 from . import gpu
 from .gpu_devices import VISIBLE, NodeGpus
 from .hangs import HangOptions
+from .health.gpu_memory import DEFAULT_RECLAIM_TIMEOUT_S
+from .health.monitor import DEFAULT_INTERVAL_S, HealthWishes
+from .health.wishes import health_wishes
 from .log_file import Rotation
 from .machine import this_machine
 from .numa import NumaPlan, NumaWish, plan_numa
@@ -74,6 +77,10 @@ class JoinOptions:
     token: str | None = None
     reopen: bool = False
     hangs: HangOptions = HangOptions()
+    health_check: str | None = None
+    health_interval_s: float = DEFAULT_INTERVAL_S
+    health_paths: tuple[str, ...] = ()
+    gpu_reclaim_timeout_s: float = DEFAULT_RECLAIM_TIMEOUT_S
     segment_size: int | None = None
     replacement_group_size: int | None = None
     rank_policy: str | None = None
@@ -118,6 +125,7 @@ class NodeConfig:
     working_directory: str
     runtime_dir: Path
     numa: NumaPlan
+    health: HealthWishes = HealthWishes()
 
 
 def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
@@ -165,6 +173,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         working_directory=os.getcwd(),
         runtime_dir=Path(runtime_dir(env)),
         numa=plan_numa(options.numa, shape.workers_per_node, env, gpus),
+        health=health_wishes(options.health_check, options.health_interval_s, options.health_paths, env),
     )
     _require_writable(options.log_dir, "--log-dir")
     if options.cycle_info_dir is not None:

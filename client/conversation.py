@@ -20,7 +20,7 @@ from nvrx.channel import describe
 from nvrx.core.commands import Join
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber
-from nvrx.core.presence import AgentPhase
+from nvrx.core.presence import AgentPhase, HealthReport
 from nvrx.core.ranks import Desired
 from nvrx.core.refused import DETAIL_NEWER_STREAM, DETAIL_SERVED_RUN, Reason
 from nvrx.errors import refused_from
@@ -52,6 +52,7 @@ class Actual:
     store_ports: tuple[int, ...]
     acknowledged: CycleNumber | None = None
     progress: int | None = None
+    health: HealthReport | None = None
 
 
 @dataclass
@@ -246,6 +247,8 @@ class Conversation:
         )
         if actual.progress is not None:
             request.progress.step = actual.progress
+        if actual.health is not None:
+            request.health.CopyFrom(membership.health_message(actual.health))
         for one in self._reports:
             if one.sequence is None:
                 one.sequence = self._sequence

@@ -23,6 +23,8 @@ from nvrx.core.shape import (
 
 from .config import DEFAULT_COORDINATOR_GRACE_S
 from .hangs import LEAST_TIMEOUT_S
+from .health.gpu_memory import DEFAULT_RECLAIM_TIMEOUT_S
+from .health.monitor import DEFAULT_INTERVAL_S
 
 LEAST_LOG_BYTES = 4096
 DEFAULT_LOG_KEEP = 5
@@ -103,6 +105,34 @@ _HANGS = [
         "--start-timeout",
         type=Seconds(LEAST_TIMEOUT_S),
         help="A worker that has not used nvrx.worker so long after its start is a failure [default: for ever].",
+    ),
+]
+
+_HEALTH = [
+    option(
+        "--health-check",
+        metavar="CMD",
+        help="Command that says how this node is: exit code 0 healthy, 1 degraded, 2 failed; its last line is why.",
+    ),
+    option(
+        "--health-interval",
+        type=Seconds(),
+        default=DEFAULT_INTERVAL_S,
+        show_default=True,
+        help="Time between two runs of --health-check, and how long one may take; so for --health-path.",
+    ),
+    option(
+        "--health-path",
+        multiple=True,
+        metavar="PATH",
+        help="A path that must be there, can be read and answers; may be repeated.",
+    ),
+    option(
+        "--gpu-reclaim-timeout",
+        type=Seconds(),
+        default=DEFAULT_RECLAIM_TIMEOUT_S,
+        show_default=True,
+        help="How long new workers wait for the old ones' GPU memory to be free; then they start all the same.",
     ),
 ]
 
@@ -226,7 +256,7 @@ NODE_OPTIONS = [
     option(
         "--exit-when-excluded/--no-exit-when-excluded",
         default=None,
-        help="End with exit code 5 when this node is drained or quarantined [default: in a Slurm array].",
+        help="End with exit code 5 when this node is drained, quarantined or unhealthy [default: in a Slurm array].",
     ),
     *_FAILURE,
     *_SIZES,
@@ -262,6 +292,7 @@ NODE_OPTIONS = [
     option("--token-file", type=click.Path(path_type=Path), help="File with the coordinator's token."),
     option("--reopen", is_flag=True, help="Begin the run's next life if it has ended."),
     *_HANGS,
+    *_HEALTH,
     *_WORKERS,
     *_LOGS,
 ]

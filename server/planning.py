@@ -33,7 +33,7 @@ from nvrx.core.launch import launch_problem
 from nvrx.core.muster import Muster
 from nvrx.core.narrate import order_warning
 from nvrx.core.placement import Absent, Shortage
-from nvrx.core.presence import Health, Presence
+from nvrx.core.presence import Health, HealthReport, Presence
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.run import Cycle, Run, evolve
 from nvrx.core.shape import Settings, SettingsWish, Shape
@@ -44,7 +44,7 @@ from .plan_file import NodeState, PlanFile, PlannedNode, PlannedShape
 
 RUN_ID = RunId("plan")
 _NOW = 0.0
-_HEALTH = {NodeState.DEGRADED: Health.DEGRADED, NodeState.UNHEALTHY: Health.UNHEALTHY}
+_HEALTH = {NodeState.DEGRADED: HealthReport(Health.DEGRADED), NodeState.UNHEALTHY: HealthReport(Health.UNHEALTHY)}
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ def status(viewer: Viewer, output: str) -> None:
     print(f"losses    {run.replacements_used}{_of_at_most(run.settings)} (cycles ended by a lost or leaving node)")
     if run.HasField("step"):
         print(f"progress  step {run.step}")
+    for notice in run.health_notices:
+        print(f"health    {notice}")
     if run.remark:
         print(f"world     {run.remark}")
     if run.waiting_reason:
@@ -133,12 +135,33 @@ def nodes(viewer: Viewer, output: str) -> None:
             _name(common_pb2.AgentPhase, one.phase, "AGENT_PHASE_"),
             _number(one, "cycle"),
             f"{one.last_heard.ToNanoseconds() / 1e9:.1f} s ago" if one.HasField("last_heard") else "",
+            _health(one),
             one.reason,
         ]
         for one in found
     ]
-    columns = ["node", "state", "group rank", "infra rank", "address", "pid", "phase", "cycle", "heard", "reason"]
+    columns = [
+        "node",
+        "state",
+        "group rank",
+        "infra rank",
+        "address",
+        "pid",
+        "phase",
+        "cycle",
+        "heard",
+        "health",
+        "reason",
+    ]
     _print_table("", columns, rows)
+
+
+def _health(node: run_pb2.Node) -> str:
+    if not node.HasField("health"):
+        return ""
+    state = _name(common_pb2.HealthState, node.health.state, "HEALTH_STATE_")
+    why = f"{node.health.check}: {node.health.reason}" if node.health.check else node.health.reason
+    return f"{state} ({why})" if why else state
 
 
 @click.command(epilog="Example: nvrx-coord cycles")

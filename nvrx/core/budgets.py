@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import LOSSES, OWN_FAILURES, PLANNED, Cause
+from .facts import LOSSES, OWN_FAILURES, PLANNED, TAKEN_AWAY, UNHEALTHY, Cause
 from .ids import CycleNumber, NodeId
 from .narrate import describe_failure
 from .run import Cycle, Run, settles_with
@@ -49,11 +49,11 @@ def spent(run: Run) -> Spent | None:
 
 
 def restarts_used(run: Run) -> int:
-    """Cycles of this life that workers ended by themselves; counted against `max_restarts`."""
+    """Cycles of this life ended by workers themselves, or by an unhealthy node; counted against `max_restarts`."""
     since = run.life_began_with
     if run.settings.restart_budget is RestartBudget.PER_PROGRESS:
         since = max((one.number for one in _life(run) if one.progressed), default=since)
-    return sum(1 for one in _charged(run) if one.number >= since and _cause(one) in OWN_FAILURES)
+    return sum(1 for one in _charged(run) if one.number >= since and _cause(one) in OWN_FAILURES | UNHEALTHY)
 
 
 def replacements_used(run: Run) -> int:
@@ -71,13 +71,13 @@ def _cause(cycle: Cycle) -> Cause | None:
 
 def _charged(run: Run) -> Iterator[Cycle]:
     """D3, D5: the cycles whose end costs something: losses that settle with a failure before them are one with it, and
-    so is the loss of a node before a cycle was RUNNING."""
+    so is the loss of a node before a cycle was RUNNING. One that turns out to be unhealthy is lost to the world."""
     before: Cycle | None = None
     for cycle in _life(run):
         cause = _cause(cycle)
         joins = before is not None and settles_with(run, before, cycle.ended_at or 0.0)
-        settles = cause in LOSSES and (cycle.running_at is None or joins)
-        if cause in OWN_FAILURES | LOSSES and not settles:
+        settles = cause in TAKEN_AWAY and (cycle.running_at is None or joins)
+        if cause in OWN_FAILURES | TAKEN_AWAY and not settles:
             before = cycle
             yield cycle
 
@@ -91,7 +91,7 @@ def cycles_without_progress(run: Run) -> int:
         if cycle.progressed:
             break
         cause = _cause(cycle)
-        was_tried = cause in OWN_FAILURES or (cause in LOSSES and cycle.running_at is not None)
+        was_tried = cause in OWN_FAILURES or (cause in TAKEN_AWAY and cycle.running_at is not None)
         count += 1 if was_tried else 0
     return count
 

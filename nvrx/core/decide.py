@@ -33,6 +33,7 @@ from .facts import (
     WorkersExited,
 )
 from .groups import counted
+from .health import deadlines, judge
 from .ids import Incarnation, NodeId
 from .join import decide_join
 from .member import Member, Membership
@@ -40,6 +41,7 @@ from .operate import decide_operation
 from .placement import Placement
 from .presence import AgentPhase, Presence, Word
 from .refused import Reason, Refused
+from .replacement import replace_unhealthy
 from .run import Cycle, CycleState, Run, evolve, failure_of
 from .world import Wait, next_world, place_world, stopping_within, withheld_until
 
@@ -365,6 +367,13 @@ def _suspects(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
         yield ended
 
 
+def _unhealthy_ends_cycle(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
+    """G11: an unhealthy node is replaced now, where a world without it follows."""
+    found = replace_unhealthy(run, presence, now)
+    if isinstance(found, CycleEnded):
+        yield found
+
+
 def _unacknowledged(run: Run, cycle: Cycle, presence: Presence) -> dict[NodeId, float]:
     """Connected nodes of a starting cycle that have not said that they know of it, and until when they may."""
     within_s = presence.timing.acknowledged_within_s
@@ -407,6 +416,8 @@ _RULES: tuple[Callable[[Run, Presence, float], Iterator[Fact]], ...] = (
     _quarantine_over,
     _quarantine,
     _suspects,
+    judge,
+    _unhealthy_ends_cycle,
     _next_world,
 )
 
@@ -425,6 +436,7 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
     ]
     # Whose time is over already waits for a place, and that comes with news.
     times += [one.until for one in run.quarantined.values() if one.until is not None and one.until > now]
+    times += deadlines(run, presence, now)
     if run.cycle is None or not run.cycle.is_live:
         found = next_world(run, presence, now)
         if isinstance(found, Wait):

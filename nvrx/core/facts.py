@@ -41,6 +41,7 @@ class Cause(enum.Enum):
     NODE_LOST = "NODE_LOST"
     NODE_LEFT = "NODE_LEFT"
     HANG = "HANG"
+    NODE_UNHEALTHY = "NODE_UNHEALTHY"
     DRAINED = "DRAINED"
     PROMOTED = "PROMOTED"
     STORE_LOST = "STORE_LOST"
@@ -52,6 +53,10 @@ LOSSES = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
 """Causes charged to `max_replacements` (rule D5)."""
 OWN_FAILURES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
 """Causes charged to `max_restarts`: workers ended the cycle by themselves."""
+UNHEALTHY = frozenset({Cause.NODE_UNHEALTHY})
+"""Causes charged to `max_restarts` as well, though no worker failed: no part of a crash loop (rule D11)."""
+TAKEN_AWAY = LOSSES | UNHEALTHY
+"""Causes that take a node away: found while a failure settles they are part of it (rule D3)."""
 PLANNED = frozenset({Cause.DRAINED, Cause.PROMOTED, Cause.STOPPED, Cause.SUCCEEDED})
 """Causes that are no failure: they cost nothing."""
 
@@ -344,6 +349,42 @@ class QuarantineEnded(Happened):
 
 
 @dataclass(frozen=True)
+class NodeFailedCheck(Happened):
+    """A node is unhealthy: it is in no further world until it is well again (rule G11)."""
+
+    node_id: NodeId
+    incarnation: Incarnation
+    check: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeRecovered(Happened):
+    """An unhealthy node is well again, and may be chosen."""
+
+    node_id: NodeId
+
+
+@dataclass(frozen=True)
+class CheckSuspected(Happened):
+    """A check failed on so many nodes at once that it is itself the suspect: it replaces nobody (rule G11).
+
+    `node_ids`: those on which it failed within a minute; `nodes`: how many there are in all.
+    """
+
+    check: str
+    node_ids: tuple[NodeId, ...]
+    nodes: int
+
+
+@dataclass(frozen=True)
+class CheckTrusted(Happened):
+    """A check that was suspected fails on few nodes only: it counts again."""
+
+    check: str
+
+
+@dataclass(frozen=True)
 class RunClosed(Happened):
     state: RunState
     reason: str
@@ -368,5 +409,9 @@ Fact: TypeAlias = (
     | NodesUndrained
     | NodeQuarantined
     | QuarantineEnded
+    | NodeFailedCheck
+    | NodeRecovered
+    | CheckSuspected
+    | CheckTrusted
     | RunClosed
 )

@@ -84,9 +84,9 @@ def counted(run: Run) -> Iterator[Member]:
     """A5: the live members that count against MAX: those of whole groups, and of groups that are still filling.
 
     Who is not to be chosen never keeps a replacement out: what is left of a broken unit, who has no group where there
-    are groups, who was drained, and who is in quarantine.
+    are groups, who was drained, who is in quarantine, and who is unhealthy.
     """
-    excluded = run.drained | run.quarantined.keys()
+    excluded = run.drained | run.quarantined.keys() | run.unhealthy.keys()
     if run.shape.replacement_group_size == 1:
         yield from (one for one in run.live_members() if one.info.node_id not in excluded)
         return
@@ -96,7 +96,7 @@ def counted(run: Run) -> Iterator[Member]:
         group = member.info.replacement_group_id
         if group is None:
             continue
-        if member.is_live:
+        if member.is_live and member.info.node_id not in run.unhealthy:
             size_of[group] = size_of.get(group, 0) + 1
         else:
             broken.add(group)

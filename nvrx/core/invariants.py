@@ -14,13 +14,17 @@ from .commands import Command, Join, Leave, Report, Tick
 from .facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
     Fact,
+    NodeFailedCheck,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeQuarantined,
+    NodeRecovered,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
@@ -41,6 +45,9 @@ from .member import Membership, trainable
 from .run import Cycle, CycleState, Run, evolve
 from .shape import RankPolicy, RestartBudget
 from .topology import OrderSource, order_key
+
+DEGRADED = "degraded ("
+"""How the reason begins why a node that says so of itself was chosen last."""
 
 
 class Broken(AssertionError):
@@ -141,7 +148,7 @@ def _check_members(run: Run) -> None:
     live = [one.info for one in run.live_members()]
     count = sum(1 for _ in counted(run))
     require(count <= run.shape.max_nodes, "A5", f"{count} members count, at most {run.shape.max_nodes} are allowed")
-    enough = trainable(run.members.values(), run.shape)
+    enough = trainable(run.able_members(), run.shape)
     short = enough < run.shape.min_nodes
     require(short == (run.short_since is not None), "D9", f"{enough} can train, yet short since {run.short_since}")
     source = run.order_source
@@ -245,6 +252,8 @@ def _world_chosen(run: Run, fact: WorldChosen) -> None:
         member = run.live(node.node_id)
         there = member is not None and member.info.incarnation == node.incarnation
         require(there, "C1", f"cycle {fact.cycle} counts {node.node_id} ({node.incarnation}), which is no member")
+    sick = [seat.node.node_id for seat in fact.seats if seat.node.node_id in run.unhealthy]
+    require(not sick, "C1", f"cycle {fact.cycle} has {sick} in its world, which are unhealthy")
     waited_for = {name: until for name, until in run.stopping.items() if fact.at < until}
     require(not waited_for, "D2", f"cycle {fact.cycle} begins while workers are still stopping: {waited_for}")
     _check_order(run, fact)
@@ -276,7 +285,9 @@ def _check_survivors(run: Run, fact: WorldChosen) -> None:
     if run.shape.segment_size is not None or run.shape.replacement_group_size > 1:
         return  # a survivor may have lost the others of its group or segment
     newcomers = [seat.node.node_id for seat in fact.seats if seat.node.node_id not in last.seat_of]
-    passed_over = run.quarantined.keys() | run.suspected.keys()
+    passed_over = run.quarantined.keys() | run.suspected.keys() | run.unhealthy.keys()
+    # What a node says of itself is in no fact but this one.
+    passed_over |= {one.node.node_id for one in fact.standbys if one.reason.startswith(DEGRADED)}
     by_hand = run.drained | run.replaced | passed_over
     displaced = [
         one.node.node_id
@@ -300,6 +311,14 @@ def _check_budgets(run: Run) -> None:
         require(
             failed <= limit.max_restarts, "D5", f"a cycle after {failed} failures, max_restarts {limit.max_restarts}"
         )
+        sick = sum(
+            1
+            for one in ended
+            if one.running_at is not None and one.failure is not None and one.failure.cause is Cause.NODE_UNHEALTHY
+        )
+        together = sum(1 for one, then in pairwise(ended) if _within(one, then, limit.settle_s))
+        used = failed + max(0, sick - together)
+        require(used <= limit.max_restarts, "D5", f"a cycle after {failed} failures and {sick} unhealthy nodes")
     taken = [one for one in ended if one.failure is not None and one.running_at is not None]
     gone = sum(
         1 for one in taken if one.failure is not None and one.failure.cause in {Cause.NODE_LOST, Cause.NODE_LEFT}
@@ -350,6 +369,8 @@ def _cycle_ended(run: Run, fact: CycleEnded) -> None:
         require(not unfinished, "D8", f"cycle {fact.cycle} succeeded, and {unfinished} had not finished")
     else:
         by_hand = failure.cause in {Cause.PROMOTED, Cause.STOPPED}
+        sick = failure.cause is Cause.NODE_UNHEALTHY
+        require(not sick or failure.node_id in run.unhealthy, "G11", f"{failure.node_id} is not known to be unhealthy")
         known = by_hand or failure.node_id in cycle.seat_of
         require(known, "A5", f"cycle {fact.cycle} ended because of {failure.node_id}, which is not in its world")
 
@@ -390,6 +411,27 @@ def _quarantine_ended(run: Run, fact: QuarantineEnded) -> None:
     require(is_over, "D7", f"the quarantine of {fact.node_id} ended early: {found}")
 
 
+def _failed_check(run: Run, fact: NodeFailedCheck) -> None:
+    _gone(run, fact.node_id, fact.incarnation)
+    require(fact.node_id not in run.unhealthy, "G11", f"{fact.node_id} is found unhealthy twice")
+    require(fact.check not in run.suspected_checks, "G11", f"{fact.check} is suspect, and counts for {fact.node_id}")
+
+
+def _recovered(run: Run, fact: NodeRecovered) -> None:
+    was = fact.node_id in run.unhealthy and run.live(fact.node_id) is not None
+    require(was, "G11", f"{fact.node_id} is well again, and was not known to be unhealthy")
+
+
+def _check_suspected(run: Run, fact: CheckSuspected) -> None:
+    count = len(set(fact.node_ids))
+    require(count > 1 and count > fact.nodes / 10, "G11", f"{fact.check} is suspect for {count} of {fact.nodes} nodes")
+    require(fact.check not in run.suspected_checks, "G11", f"{fact.check} becomes suspect twice")
+
+
+def _check_trusted(run: Run, fact: CheckTrusted) -> None:
+    require(fact.check in run.suspected_checks, "G11", f"{fact.check} counts again, and was not suspect")
+
+
 def _by_hand(run: Run, fact: NodesPromoted | NodesDrained | NodesUndrained) -> None:
     require(run.is_open, "F1", f"{fact} changes a run that {run.state.value}")
     require(bool(fact.node_ids), "F1", f"{fact} names nobody")
@@ -419,5 +461,9 @@ _CHECKS: dict[type, Callable[[Run, Any], None]] = {
     ProgressMade: _progress_made,
     NodeQuarantined: _node_quarantined,
     QuarantineEnded: _quarantine_ended,
+    NodeFailedCheck: _failed_check,
+    NodeRecovered: _recovered,
+    CheckSuspected: _check_suspected,
+    CheckTrusted: _check_trusted,
     RunClosed: _run_closed,
 }

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from .facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeQuarantined,
+    NodeRecovered,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
@@ -90,6 +94,15 @@ def describe_failure(failure: Failure) -> str:
     return f"rank {failure.rank} (local rank {failure.local_rank}){where} failed with {how}{text}"
 
 
+def describe_suspect(fact: CheckSuspected) -> str:
+    """One line: why a health check counts for nobody (rule G11)."""
+    names = list_names(list(map(str, fact.node_ids)))
+    return (
+        f"check {fact.check} failed on {len(fact.node_ids)} of {fact.nodes} nodes within a minute ({names}): it is "
+        "itself the suspect, and replaces nobody"
+    )
+
+
 def tell(fact: Fact) -> str:
     """A fact as one line."""
     match fact:
@@ -134,6 +147,14 @@ def tell(fact: Fact) -> str:
             return f"node {fact.node_id} is quarantined: {fact.reason}"
         case QuarantineEnded():
             return f"the quarantine of node {fact.node_id} is over"
+        case NodeFailedCheck():
+            return f"node {fact.node_id} is unhealthy: {fact.check}: {fact.reason}"
+        case NodeRecovered():
+            return f"node {fact.node_id} is well again"
+        case CheckSuspected():
+            return describe_suspect(fact)
+        case CheckTrusted():
+            return f"check {fact.check} fails on few nodes only: it counts again"
         case RunClosed():
             return f"run closed, {fact.state.value.lower()}: {fact.reason}"
 

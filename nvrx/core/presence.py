@@ -50,6 +50,33 @@ class Health(enum.Enum):
     UNHEALTHY = "UNHEALTHY"
 
 
+@dataclass(frozen=True)
+class HealthReport:
+    """What a node's checks say together: the state of the worst one, its name, and why in one sentence."""
+
+    state: Health = Health.HEALTHY
+    check: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.reason}" if self.check else self.reason
+
+
+WELL = HealthReport()
+MAX_CHECK = 64
+MAX_REASON = 256
+
+
+def health_report(state: Health, check: str, reason: str) -> HealthReport:
+    """A report in words that fit in a line, whatever a check printed."""
+    return HealthReport(state, _line(check, MAX_CHECK), _line(reason, MAX_REASON))
+
+
+def _line(text: str, most: int) -> str:
+    words = " ".join("".join(one if one.isprintable() else " " for one in text[: 4 * most]).split())
+    return words if len(words) <= most else f"{words[: most - 3]}..."
+
+
 class StoreMode(enum.Enum):
     """Who hosts the TCPStore that workers of a cycle meet at (rule I1)."""
 
@@ -112,7 +139,13 @@ class NodePresence:
     phase: AgentPhase = AgentPhase.IDLE
     cycle: CycleNumber | None = None
     store_ports: tuple[int, ...] = ()
-    health: Health = Health.HEALTHY
+    health: HealthReport | None = None
+    """None where this incarnation has not told yet."""
+    failing_from: float = 0.0
+    """Since when its present check fails, where it is unhealthy."""
+    failing_until: float | None = None
+    """When a check of it was last heard to fail, and which; None: never."""
+    failing_check: str = ""
     connected_at: float | None = None
     acknowledged: CycleNumber | None = None
     """The cycle that it knows of, from what it is to do; None where it does not tell."""
@@ -130,6 +163,15 @@ class NodePresence:
         self.heard_at = now
         self.hung_up = self.heard_out = self.reprieved = False
 
+    def note_health(self, told: HealthReport, now: float) -> None:
+        """Take in what its checks say, and remember since when and until when one of them fails."""
+        if told.state is Health.UNHEALTHY:
+            was = self.health
+            if was is None or was.state is not Health.UNHEALTHY or was.check != told.check:
+                self.failing_from = now
+            self.failing_until, self.failing_check = now, told.check
+        self.health = told
+
 
 @dataclass(frozen=True)
 class Word:
@@ -140,6 +182,8 @@ class Word:
     store_ports: tuple[int, ...] = ()
     acknowledged: CycleNumber | None = None
     progress: int | None = None
+    health: HealthReport | None = None
+    """None where it does not tell: what it told before holds."""
 
 
 @dataclass
@@ -186,11 +230,14 @@ class Presence:
         self.somebody_spoke(now)
         node = self.nodes[node_id]
         was = (node.phase, node.cycle, node.store_ports, node.acknowledged, self.is_fresh(node_id, now))
+        was_health = node.health
         node.phase, node.cycle, node.store_ports = word.phase, word.cycle, word.store_ports
         node.acknowledged, node.progress = word.acknowledged, word.progress
+        if word.health is not None:
+            node.note_health(word.health, now)
         node.speaks(now)
         node.lease_until = now + self.timing.lease_ttl_s
-        return was != (word.phase, word.cycle, word.store_ports, word.acknowledged, True)
+        return was_health != node.health or was != (word.phase, word.cycle, word.store_ports, word.acknowledged, True)
 
     def disconnected(self, node_id: NodeId, incarnation: Incarnation, now: float) -> None:
         """A node's stream broke: its lease shrinks to the reconnect grace (rule E1)."""
@@ -289,10 +336,10 @@ class Presence:
             return node.heard_at is not None and node.heard_at > since
         return node.acknowledged >= cycle
 
-    def health_of(self, node_id: NodeId) -> Health:
+    def health_of(self, node_id: NodeId) -> HealthReport:
         """What is known of a node's health; without a word it is well."""
         node = self.nodes.get(node_id)
-        return Health.HEALTHY if node is None else node.health
+        return WELL if node is None or node.health is None else node.health
 
     def forget(self, node_id: NodeId) -> None:
         """A node is no longer a member."""

@@ -78,8 +78,8 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
     mine = seat is not None and seat.node.incarnation == incarnation
     if not cycle.is_live:
         if not mine:
-            drained = node_id in run.drained
-            return Desired(Action.WAIT, number, None, _excluded(run, node_id) or waiting, None, failed, drained)
+            out = node_id in run.drained or node_id in run.unhealthy  # quarantined ones may yet be chosen
+            return Desired(Action.WAIT, number, None, _excluded(run, node_id) or waiting, None, failed, out)
         why = "; ".join(one for one in (_how_it_ended(cycle), waiting) if one)
         return Desired(Action.STOP, number, None, why, None, failed)
     if seat is None or not mine:
@@ -92,6 +92,9 @@ def _excluded(run: Run, node_id: NodeId) -> str:
     """E8: why a node without a seat is kept out of the world; empty if it just stands by."""
     if node_id in run.drained:
         return "excluded: drained by an operator"
+    ailment = run.unhealthy.get(node_id)
+    if ailment is not None:
+        return f"excluded: unhealthy, {ailment}"
     found = run.quarantined.get(node_id)
     return f"excluded: in quarantine, {found.reason}" if found is not None else ""
 
@@ -209,6 +212,7 @@ class NodeState(enum.Enum):
     QUARANTINED = "QUARANTINED"
     LOST = "LOST"
     LEFT = "LEFT"
+    UNHEALTHY = "UNHEALTHY"
 
 
 def members_in_order(run: Run) -> list[Member]:
@@ -235,14 +239,20 @@ def node_state(run: Run, member: Member) -> NodeState:
         return NodeState.DRAINING
     if _is_active(run, member):
         return NodeState.ACTIVE
+    if member.info.node_id in run.unhealthy:
+        return NodeState.UNHEALTHY
     return NodeState.QUARANTINED if member.info.node_id in run.quarantined else NodeState.STANDBY
 
 
 def node_reason(run: Run, member: Member) -> str:
     """Why a member, present or past, stands as it does, where there is more to say than its state."""
-    found = run.quarantined.get(member.info.node_id)
-    if not member.is_live or found is None:
+    found, ailment = run.quarantined.get(member.info.node_id), run.unhealthy.get(member.info.node_id)
+    if not member.is_live or (found is None and ailment is None):
         return member.gone_reason
+    if ailment is not None:
+        kept = "; kept in the world (nvrx-coord status says why)" if _is_active(run, member) else ""
+        return f"unhealthy: {ailment}{kept}"
+    assert found is not None
     kept = "; kept in the world, which has no other node for its place" if _is_active(run, member) else ""
     return f"quarantined: {found.reason}{kept}"
 

@@ -6,26 +6,30 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from .cycle import Cycle as Cycle
+from .cycle import CycleState as CycleState
+from .cycle import SeatState as SeatState
 from .facts import (
-    LOSSES,
     PLANNED,
+    TAKEN_AWAY,
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
-    Endpoint,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeQuarantined,
+    NodeRecovered,
     NodesDrained,
     NodesPromoted,
     NodeStopped,
@@ -36,107 +40,18 @@ from .facts import (
     RunOpened,
     RunReopened,
     RunState,
-    Seat,
-    Standby,
     WorkerExit,
     WorkersExited,
     WorldChosen,
 )
 from .grown import changed, plus
-from .ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId, global_rank
+from .ids import CycleNumber, Incarnation, NodeId, RunId, global_rank
 from .member import Member, Membership, trainable
 from .shape import Settings, Shape
+from .standing import Ailment, Quarantine, Suspicion
 from .topology import OrderSource
 
 MAX_CONSEQUENCES = 64
-
-
-class CycleState(enum.Enum):
-    """How a cycle stands. While the next one is being formed, the current one is ENDED."""
-
-    STARTING = "STARTING"
-    RUNNING = "RUNNING"
-    ENDED = "ENDED"
-
-
-class SeatState(enum.Enum):
-    """How an active node's workers ended."""
-
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    STOPPED_BY_AGENT = "STOPPED_BY_AGENT"
-    LOST = "LOST"
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """One attempt to train: its world, and how it went. `_at` is the run's clock, `_time` the wall's."""
-
-    number: CycleNumber
-    shape: Shape
-    """The run's shape at the time: a later life of the run may have another."""
-    order_source: OrderSource
-    seats: tuple[Seat, ...]
-    standbys: tuple[Standby, ...]
-    master: Endpoint | None
-    started_at: float
-    started_time: float = 0.0
-    running_at: float | None = None
-    ended_at: float | None = None
-    ended_time: float = 0.0
-    failure: Failure | None = None
-    consequences: tuple[Failure, ...] = ()
-    exits: Mapping[NodeId, Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
-    lost: frozenset[NodeId] = frozenset()
-    remark: str = ""
-    """Why its world may not be the best one (rule C4); empty where it is."""
-    progressed: bool = False
-    """Whether training came further in it than ever before (rule D6)."""
-
-    @cached_property
-    def seat_of(self) -> Mapping[NodeId, Seat]:
-        return {seat.node.node_id: seat for seat in self.seats}
-
-    @property
-    def state(self) -> CycleState:
-        if self.ended_at is not None:
-            return CycleState.ENDED
-        return CycleState.STARTING if self.running_at is None else CycleState.RUNNING
-
-    @property
-    def is_live(self) -> bool:
-        return self.ended_at is None
-
-    def has_finished(self, node_id: NodeId, workers_per_node: int) -> bool:
-        """Whether all workers of an active node exited 0."""
-        exits = self.exits.get(node_id, {})
-        return len(exits) == workers_per_node and all(one.succeeded for one in exits.values())
-
-    def seat_state(self, node_id: NodeId, workers_per_node: int) -> SeatState | None:
-        """How an active node's workers ended; None while they run or if nobody knows."""
-        exits = self.exits.get(node_id, {}).values()
-        if any(one.failed for one in exits):
-            return SeatState.FAILED
-        if len(exits) == workers_per_node:
-            all_well = all(one.succeeded for one in exits)
-            return SeatState.SUCCEEDED if all_well else SeatState.STOPPED_BY_AGENT
-        return SeatState.LOST if node_id in self.lost else None
-
-
-@dataclass(frozen=True)
-class Quarantine:
-    """Why a node is chosen last, and until when; None: for the rest of the run (rule D7)."""
-
-    reason: str
-    until: float | None
-
-
-@dataclass(frozen=True)
-class Suspicion:
-    """A node did not take up its place in `cycle`: it is passed over until it says that it has (rule D12)."""
-
-    incarnation: Incarnation
-    cycle: CycleNumber
 
 
 @dataclass(frozen=True)
@@ -168,6 +83,10 @@ class Run:
     """From which cycle on the failures of nodes that were in quarantine count again."""
     suspected: Mapping[NodeId, Suspicion] = field(default_factory=dict)
     """Nodes that did not take up their place, whether or not they have been heard since."""
+    unhealthy: Mapping[NodeId, Ailment] = field(default_factory=dict)
+    """Nodes that are in no further world until they are well again."""
+    suspected_checks: Mapping[str, CheckSuspected] = field(default_factory=dict)
+    """Health checks that count for nobody, because they failed on so many nodes at once."""
     progress: int | None = None
     """The furthest step of training that was told in this life of the run; None where nobody tells."""
     highest_cycle: CycleNumber | None = None
@@ -196,6 +115,10 @@ class Run:
 
     def live_members(self) -> Iterator[Member]:
         return (one for one in self.members.values() if one.is_live)
+
+    def able_members(self) -> Iterator[Member]:
+        """Members that are not known to be unhealthy."""
+        return (one for one in self.live_members() if one.info.node_id not in self.unhealthy)
 
     def live(self, node_id: NodeId) -> Member | None:
         member = self.members.get(node_id)
@@ -234,14 +157,21 @@ def _with_member(run: Run, member: Member, at: float) -> Run:
     node_id = member.info.node_id
     members = plus(run.members, node_id, member)
     came = member.is_live and run.live(node_id) is None
+    is_enough: bool | None
     if came and run.short_since is None:
         is_enough = True  # more members never allow less
     elif (not member.is_live and run.short_since is not None) or len(members) < run.shape.min_nodes:
         is_enough = False
     else:
-        is_enough = trainable(members.values(), run.shape) >= run.shape.min_nodes
-    short_since = None if is_enough else at if run.short_since is None else run.short_since
-    return changed(run, members=members, short_since=short_since)
+        is_enough = None
+    return _counted_again(changed(run, members=members), at, is_enough)
+
+
+def _counted_again(run: Run, at: float, is_enough: bool | None = None) -> Run:
+    """D9: since when there are too few who could train. `is_enough` where it is known without counting."""
+    if is_enough is None:
+        is_enough = trainable(run.able_members(), run.shape) >= run.shape.min_nodes
+    return changed(run, short_since=None if is_enough else at if run.short_since is None else run.short_since)
 
 
 def _reopened(run: Run, fact: RunReopened) -> Run:
@@ -260,6 +190,8 @@ def _reopened(run: Run, fact: RunReopened) -> Run:
         promoted=frozenset(),
         replaced=frozenset(),
         progress=None,
+        unhealthy={},
+        suspected_checks={},
         close_reason="",
         exit_code=0,
         members={name: _gone(one, Membership.LEFT, fact.at, "") for name, one in run.members.items()},
@@ -417,7 +349,7 @@ def _settled(run: Run, cycle: Cycle, fact: CycleEnded) -> Run:
     before = next((one for one in reversed(run.cycles) if one.number < cycle.number), None)
     if before is None or before.failure is None or before.failure.cause in PLANNED:
         return run
-    if fact.failure.cause not in LOSSES or not settles_with(run, before, fact.at):
+    if fact.failure.cause not in TAKEN_AWAY or not settles_with(run, before, fact.at):
         return run
     consequences = (*before.consequences, fact.failure)[:MAX_CONSEQUENCES]
     return _replace_cycle(run, dataclasses.replace(before, consequences=consequences))
@@ -477,6 +409,29 @@ def _undrained(run: Run, fact: NodesUndrained) -> Run:
     return _pardoned(dataclasses.replace(run, drained=run.drained - {*fact.node_ids}), {*fact.node_ids})
 
 
+def _failed_check(run: Run, fact: NodeFailedCheck) -> Run:
+    if fact.node_id not in run.members:
+        return run
+    found = Ailment(fact.incarnation, fact.check, fact.reason, fact.at)
+    return _counted_again(dataclasses.replace(run, unhealthy={**run.unhealthy, fact.node_id: found}), fact.at)
+
+
+def _recovered(run: Run, fact: NodeRecovered) -> Run:
+    if fact.node_id not in run.unhealthy:
+        return run
+    unhealthy = {name: found for name, found in run.unhealthy.items() if name != fact.node_id}
+    return _counted_again(dataclasses.replace(run, unhealthy=unhealthy), fact.at)
+
+
+def _check_suspected(run: Run, fact: CheckSuspected) -> Run:
+    return dataclasses.replace(run, suspected_checks={**run.suspected_checks, fact.check: fact})
+
+
+def _check_trusted(run: Run, fact: CheckTrusted) -> Run:
+    left = {name: found for name, found in run.suspected_checks.items() if name != fact.check}
+    return dataclasses.replace(run, suspected_checks=left)
+
+
 def _closed(run: Run, fact: RunClosed) -> Run:
     return dataclasses.replace(run, state=fact.state, close_reason=fact.reason, exit_code=fact.exit_code, stopping={})
 
@@ -498,5 +453,9 @@ _EVOLVE: Mapping[type, Callable[[Run, Any], Run]] = {
     ProgressMade: _progressed,
     NodeQuarantined: _quarantined,
     QuarantineEnded: _quarantine_ended,
+    NodeFailedCheck: _failed_check,
+    NodeRecovered: _recovered,
+    CheckSuspected: _check_suspected,
+    CheckTrusted: _check_trusted,
     RunClosed: _closed,
 }

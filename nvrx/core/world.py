@@ -22,11 +22,12 @@ from .facts import (
     Standby,
     WorldChosen,
 )
+from .health import may_train, why_absent, why_last
 from .ids import GroupRank, InfraRank, NodeId
 from .member import Member
 from .narrate import MAX_NAMED, describe_failure, list_names
-from .placement import Absent, Candidate, Placement, Shortage, Wanted, place
-from .presence import Health, Presence, StoreMode
+from .placement import Absent, Candidate, Placement, Shortage, Unplaced, Wanted, place
+from .presence import Presence, StoreMode
 from .run import Run
 from .shape import RankPolicy, Shape
 from .stores import may_have_workers, ports_in_use
@@ -112,7 +113,8 @@ def _place(run: Run, presence: Presence, candidates: list[Member], gone: Sequenc
                 _key(one, source),
                 one.info.replacement_group_id,
                 one.info.domain_id,
-                last_resort=_is_last_resort(run, presence, one.info.node_id),
+                last_resort=bool(last := why_last(run, presence, one.info.node_id)),
+                why_last=last,
             )
             for one in candidates
         ),
@@ -143,11 +145,6 @@ def _answer(asked: _Question) -> Placement | Shortage:
     return place(asked.candidates, asked.shape, dict(asked.previous), asked.wanted, asked.gone)
 
 
-def _is_last_resort(run: Run, presence: Presence, node_id: NodeId) -> bool:
-    """C1, D7: degraded and quarantined nodes are chosen last, not never."""
-    return presence.health_of(node_id) is Health.DEGRADED or node_id in run.quarantined
-
-
 def _promoted(run: Run) -> frozenset[NodeId]:
     """Nodes promoted by hand, without those that are gone, which no world can have, and their groups."""
     gone = {one for one in run.promoted if run.live(one) is None}
@@ -174,9 +171,9 @@ def absent(run: Run, presence: Presence, now: float) -> list[Absent]:
             continue
         if not member.is_live:
             why = member.membership.value.lower()
-        elif presence.health_of(node_id) is Health.UNHEALTHY:
-            why = "unhealthy"
         else:
+            why = why_absent(run, presence, node_id)
+        if not why:
             why = "suspect: it did not take up its place" if is_suspect(run, presence, node_id) else "silent"
         found.append(Absent(node_id, group, member.info.domain_id, why))
     return found
@@ -190,7 +187,7 @@ def _fresh(run: Run, presence: Presence, now: float) -> list[Member]:
         if presence.is_fresh(one.info.node_id, now)
         # One that has just taken the place of another was not heard yet: what is known is of the other.
         and presence.nodes[one.info.node_id].incarnation == one.info.incarnation
-        and presence.health_of(one.info.node_id) is not Health.UNHEALTHY
+        and may_train(run, presence, one.info.node_id)
         and not is_suspect(run, presence, one.info.node_id)
     ]
 
@@ -429,7 +426,10 @@ def _hosted_master(run: Run, presence: Presence) -> Endpoint | Wait:
 def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoint | None, now: float) -> WorldChosen:
     """The fact that a placement leads to."""
     source = _source(run, presence, now)
-    everyone = [*found.chosen, *(one.node_id for one in found.left_out)]
+    # Who is unhealthy was no candidate; the map says all the same why it is not in the world.
+    sick = [one.info.node_id for one in run.live_members() if not may_train(run, presence, one.info.node_id)]
+    left_out = [*found.left_out, *(Unplaced(one, why_absent(run, presence, one)) for one in sick)]
+    everyone = [*found.chosen, *(one.node_id for one in left_out)]
     in_order = sorted((run.members[one] for one in everyone), key=lambda one: (_key(one, source), one.info.node_id))
     position = {one.info.node_id: index for index, one in enumerate(in_order)}
 
@@ -454,7 +454,7 @@ def world_chosen(run: Run, presence: Presence, found: Placement, master: Endpoin
         cycle=run.next_cycle,
         order_source=source,
         seats=tuple(Seat(placed(one), GroupRank(rank)) for rank, one in enumerate(found.chosen)),
-        standbys=tuple(Standby(placed(one.node_id), one.reason) for one in found.left_out),
+        standbys=tuple(Standby(placed(one.node_id), one.reason) for one in left_out),
         master=master,
         remark=found.remark,
     )

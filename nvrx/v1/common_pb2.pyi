@@ -51,6 +51,8 @@ class _NodeStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     """Expelled because its lease ran out."""
     NODE_STATE_LEFT: _NodeState.ValueType  # 6
     """Gone by its own word."""
+    NODE_STATE_UNHEALTHY: _NodeState.ValueType  # 7
+    """Member kept out of the world because a health check failed on it."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper):
     """Says what a member is to its run."""
@@ -69,6 +71,8 @@ NODE_STATE_LOST: NodeState.ValueType  # 5
 """Expelled because its lease ran out."""
 NODE_STATE_LEFT: NodeState.ValueType  # 6
 """Gone by its own word."""
+NODE_STATE_UNHEALTHY: NodeState.ValueType  # 7
+"""Member kept out of the world because a health check failed on it."""
 global___NodeState = NodeState
 
 class _AgentPhase:
@@ -414,6 +418,32 @@ HEALTH_STATE_DEGRADED: HealthState.ValueType  # 2
 HEALTH_STATE_FAILED: HealthState.ValueType  # 3
 """Must be replaced."""
 global___HealthState = HealthState
+
+@typing.final
+class Health(google.protobuf.message.Message):
+    """Reports the health of a node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    CHECK_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    state: global___HealthState.ValueType
+    """State of the worst check."""
+    check: builtins.str
+    """Name of the worst check; the same check failing on many nodes at once is itself the suspect."""
+    reason: builtins.str
+    """Reason, in one sentence; empty when healthy."""
+    def __init__(
+        self,
+        *,
+        state: global___HealthState.ValueType = ...,
+        check: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check", b"check", "reason", b"reason", "state", b"state"]) -> None: ...
+
+global___Health = Health
 
 @typing.final
 class Shape(google.protobuf.message.Message):

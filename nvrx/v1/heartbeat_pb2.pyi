@@ -56,8 +56,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
         """Reports of workers, changes only; those not yet acknowledged are sent again after a break. May be repeated."""
 
     @property
-    def health(self) -> global___Health:
-        """Health of the node; absent where they do not tell."""
+    def health(self) -> nvrx.v1.common_pb2.Health:
+        """Health of the node; absent where its checks have not told yet."""
 
     @property
     def progress(self) -> global___Progress:
@@ -77,7 +77,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
         phase: nvrx.v1.common_pb2.AgentPhase.ValueType = ...,
         cycle: builtins.int | None = ...,
         workers: collections.abc.Iterable[global___WorkerReport] | None = ...,
-        health: global___Health | None = ...,
+        health: nvrx.v1.common_pb2.Health | None = ...,
         progress: global___Progress | None = ...,
         store_ports: collections.abc.Iterable[builtins.int] | None = ...,
         acknowledged_cycle: builtins.int | None = ...,
@@ -155,32 +155,6 @@ class WorkerReport(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_pid", b"_pid"]) -> typing.Literal["pid"] | None: ...
 
 global___WorkerReport = WorkerReport
-
-@typing.final
-class Health(google.protobuf.message.Message):
-    """Reports the health of a node."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STATE_FIELD_NUMBER: builtins.int
-    CHECK_FIELD_NUMBER: builtins.int
-    REASON_FIELD_NUMBER: builtins.int
-    state: nvrx.v1.common_pb2.HealthState.ValueType
-    """State of the worst check."""
-    check: builtins.str
-    """Name of the worst check; the same check failing on many nodes at once is itself the suspect."""
-    reason: builtins.str
-    """Reason, in one sentence; empty when healthy."""
-    def __init__(
-        self,
-        *,
-        state: nvrx.v1.common_pb2.HealthState.ValueType = ...,
-        check: builtins.str = ...,
-        reason: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["check", b"check", "reason", b"reason", "state", b"state"]) -> None: ...
-
-global___Health = Health
 
 @typing.final
 class Progress(google.protobuf.message.Message):
@@ -285,7 +259,7 @@ class DesiredState(google.protobuf.message.Message):
     exit_code: builtins.int
     """Code that the agent is to exit with; set when the action is EXIT."""
     excluded: builtins.bool
-    """Whether the node is kept out of the world while the run goes on (drained, quarantined); its agent may then end."""
+    """Whether the node is kept out of the world while the run goes on (drained, quarantined, unhealthy); its agent may then end."""
     @property
     def assignment(self) -> global___Assignment:
         """Place of the node in the world; set when the action is RUN."""

@@ -28,7 +28,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from nvrx.v1 import common_pb2 as nvrx_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11nvrx/v1/run.proto\x12\x07nvrx.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14nvrx/v1/common.proto\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"+\n\x0eGetRunResponse\x12\x19\n\x03run\x18\x01 \x01(\x0b\x32\x0c.nvrx.v1.Run\"\xf1\x04\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05state\x18\x02 \x01(\x0e\x32\x11.nvrx.v1.RunState\x12\x12\n\x05\x63ycle\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12(\n\x0b\x63ycle_state\x18\x04 \x01(\x0e\x32\x13.nvrx.v1.CycleState\x12\"\n\x05phase\x18\x05 \x01(\x0e\x32\x13.nvrx.v1.CycleState\x12\x1d\n\x05shape\x18\x06 \x01(\x0b\x32\x0e.nvrx.v1.Shape\x12#\n\x08settings\x18\x07 \x01(\x0b\x32\x11.nvrx.v1.Settings\x12\x19\n\x0c\x61\x63tive_nodes\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\rstandby_nodes\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x1a\n\rrestarts_used\x18\n \x01(\x05H\x03\x88\x01\x01\x12\x1e\n\x11replacements_used\x18\x0b \x01(\x05H\x04\x88\x01\x01\x12\x16\n\x0ewaiting_reason\x18\x0c \x01(\t\x12\x16\n\texit_code\x18\r \x01(\x05H\x05\x88\x01\x01\x12\x0e\n\x06reason\x18\x0e \x01(\t\x12\x10\n\x08revision\x18\x0f \x01(\x03\x12\x12\n\njournal_id\x18\x10 \x01(\t\x12*\n\x0corder_source\x18\x11 \x01(\x0e\x32\x14.nvrx.v1.OrderSource\x12\x0e\n\x06remark\x18\x12 \x01(\t\x12\x11\n\x04step\x18\x13 \x01(\x03H\x06\x88\x01\x01\x42\x08\n\x06_cycleB\x0f\n\r_active_nodesB\x10\n\x0e_standby_nodesB\x10\n\x0e_restarts_usedB\x14\n\x12_replacements_usedB\x0c\n\n_exit_codeB\x07\n\x05_step\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"G\n\x10ListRunsResponse\x12\x1a\n\x04runs\x18\x01 \x03(\x0b\x32\x0c.nvrx.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"I\n\x10ListNodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"J\n\x11ListNodesResponse\x12\x1c\n\x05nodes\x18\x01 \x03(\x0b\x32\r.nvrx.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb9\x03\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12!\n\x05state\x18\x05 \x01(\x0e\x32\x12.nvrx.v1.NodeState\x12\"\n\x05phase\x18\x06 \x01(\x0e\x32\x13.nvrx.v1.AgentPhase\x12\x12\n\x05\x63ycle\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\ngroup_rank\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\ninfra_rank\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x11\n\torder_key\x18\n \x01(\t\x12\x1c\n\x14replacement_group_id\x18\x0b \x01(\t\x12\x11\n\tdomain_id\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x16\n\tconnected\x18\x0e \x01(\x08H\x03\x88\x01\x01\x12-\n\nlast_heard\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x10 \x01(\tB\x08\n\x06_cycleB\r\n\x0b_group_rankB\r\n\x0b_infra_rankB\x0c\n\n_connected\"`\n\x10ListFactsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"J\n\x11ListFactsResponse\x12\x1c\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\r.nvrx.v1.Fact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x11WatchFactsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\"1\n\x12WatchFactsResponse\x12\x1b\n\x04\x66\x61\x63t\x18\x01 \x01(\x0b\x32\r.nvrx.v1.Fact\"\xb6\x01\n\x04\x46\x61\x63t\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x12\n\x05\x63ycle\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07node_id\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\'\n\x06\x64\x65tail\x18\x07 \x01(\x0b\x32\x17.google.protobuf.StructB\x08\n\x06_cycle2\xd9\x02\n\nRunService\x12\x39\n\x06GetRun\x12\x16.nvrx.v1.GetRunRequest\x1a\x17.nvrx.v1.GetRunResponse\x12?\n\x08ListRuns\x12\x18.nvrx.v1.ListRunsRequest\x1a\x19.nvrx.v1.ListRunsResponse\x12\x42\n\tListNodes\x12\x19.nvrx.v1.ListNodesRequest\x1a\x1a.nvrx.v1.ListNodesResponse\x12\x42\n\tListFacts\x12\x19.nvrx.v1.ListFactsRequest\x1a\x1a.nvrx.v1.ListFactsResponse\x12G\n\nWatchFacts\x12\x1a.nvrx.v1.WatchFactsRequest\x1a\x1b.nvrx.v1.WatchFactsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11nvrx/v1/run.proto\x12\x07nvrx.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x14nvrx/v1/common.proto\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"+\n\x0eGetRunResponse\x12\x19\n\x03run\x18\x01 \x01(\x0b\x32\x0c.nvrx.v1.Run\"\x89\x05\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12 \n\x05state\x18\x02 \x01(\x0e\x32\x11.nvrx.v1.RunState\x12\x12\n\x05\x63ycle\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12(\n\x0b\x63ycle_state\x18\x04 \x01(\x0e\x32\x13.nvrx.v1.CycleState\x12\"\n\x05phase\x18\x05 \x01(\x0e\x32\x13.nvrx.v1.CycleState\x12\x1d\n\x05shape\x18\x06 \x01(\x0b\x32\x0e.nvrx.v1.Shape\x12#\n\x08settings\x18\x07 \x01(\x0b\x32\x11.nvrx.v1.Settings\x12\x19\n\x0c\x61\x63tive_nodes\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\rstandby_nodes\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x1a\n\rrestarts_used\x18\n \x01(\x05H\x03\x88\x01\x01\x12\x1e\n\x11replacements_used\x18\x0b \x01(\x05H\x04\x88\x01\x01\x12\x16\n\x0ewaiting_reason\x18\x0c \x01(\t\x12\x16\n\texit_code\x18\r \x01(\x05H\x05\x88\x01\x01\x12\x0e\n\x06reason\x18\x0e \x01(\t\x12\x10\n\x08revision\x18\x0f \x01(\x03\x12\x12\n\njournal_id\x18\x10 \x01(\t\x12*\n\x0corder_source\x18\x11 \x01(\x0e\x32\x14.nvrx.v1.OrderSource\x12\x0e\n\x06remark\x18\x12 \x01(\t\x12\x11\n\x04step\x18\x13 \x01(\x03H\x06\x88\x01\x01\x12\x16\n\x0ehealth_notices\x18\x14 \x03(\tB\x08\n\x06_cycleB\x0f\n\r_active_nodesB\x10\n\x0e_standby_nodesB\x10\n\x0e_restarts_usedB\x14\n\x12_replacements_usedB\x0c\n\n_exit_codeB\x07\n\x05_step\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"G\n\x10ListRunsResponse\x12\x1a\n\x04runs\x18\x01 \x03(\x0b\x32\x0c.nvrx.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"I\n\x10ListNodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"J\n\x11ListNodesResponse\x12\x1c\n\x05nodes\x18\x01 \x03(\x0b\x32\r.nvrx.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xda\x03\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12!\n\x05state\x18\x05 \x01(\x0e\x32\x12.nvrx.v1.NodeState\x12\"\n\x05phase\x18\x06 \x01(\x0e\x32\x13.nvrx.v1.AgentPhase\x12\x12\n\x05\x63ycle\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\ngroup_rank\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\ninfra_rank\x18\t \x01(\x05H\x02\x88\x01\x01\x12\x11\n\torder_key\x18\n \x01(\t\x12\x1c\n\x14replacement_group_id\x18\x0b \x01(\t\x12\x11\n\tdomain_id\x18\x0c \x01(\t\x12\x0f\n\x07version\x18\r \x01(\t\x12\x16\n\tconnected\x18\x0e \x01(\x08H\x03\x88\x01\x01\x12-\n\nlast_heard\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x10 \x01(\t\x12\x1f\n\x06health\x18\x11 \x01(\x0b\x32\x0f.nvrx.v1.HealthB\x08\n\x06_cycleB\r\n\x0b_group_rankB\r\n\x0b_infra_rankB\x0c\n\n_connected\"`\n\x10ListFactsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"J\n\x11ListFactsResponse\x12\x1c\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\r.nvrx.v1.Fact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\":\n\x11WatchFactsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\"1\n\x12WatchFactsResponse\x12\x1b\n\x04\x66\x61\x63t\x18\x01 \x01(\x0b\x32\r.nvrx.v1.Fact\"\xb6\x01\n\x04\x46\x61\x63t\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x12\n\x05\x63ycle\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07node_id\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\'\n\x06\x64\x65tail\x18\x07 \x01(\x0b\x32\x17.google.protobuf.StructB\x08\n\x06_cycle2\xd9\x02\n\nRunService\x12\x39\n\x06GetRun\x12\x16.nvrx.v1.GetRunRequest\x1a\x17.nvrx.v1.GetRunResponse\x12?\n\x08ListRuns\x12\x18.nvrx.v1.ListRunsRequest\x1a\x19.nvrx.v1.ListRunsResponse\x12\x42\n\tListNodes\x12\x19.nvrx.v1.ListNodesRequest\x1a\x1a.nvrx.v1.ListNodesResponse\x12\x42\n\tListFacts\x12\x19.nvrx.v1.ListFactsRequest\x1a\x1a.nvrx.v1.ListFactsResponse\x12G\n\nWatchFacts\x12\x1a.nvrx.v1.WatchFactsRequest\x1a\x1b.nvrx.v1.WatchFactsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,27 +40,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRUNRESPONSE']._serialized_start=180
   _globals['_GETRUNRESPONSE']._serialized_end=223
   _globals['_RUN']._serialized_start=226
-  _globals['_RUN']._serialized_end=851
-  _globals['_LISTRUNSREQUEST']._serialized_start=853
-  _globals['_LISTRUNSREQUEST']._serialized_end=909
-  _globals['_LISTRUNSRESPONSE']._serialized_start=911
-  _globals['_LISTRUNSRESPONSE']._serialized_end=982
-  _globals['_LISTNODESREQUEST']._serialized_start=984
-  _globals['_LISTNODESREQUEST']._serialized_end=1057
-  _globals['_LISTNODESRESPONSE']._serialized_start=1059
-  _globals['_LISTNODESRESPONSE']._serialized_end=1133
-  _globals['_NODE']._serialized_start=1136
-  _globals['_NODE']._serialized_end=1577
-  _globals['_LISTFACTSREQUEST']._serialized_start=1579
-  _globals['_LISTFACTSREQUEST']._serialized_end=1675
-  _globals['_LISTFACTSRESPONSE']._serialized_start=1677
-  _globals['_LISTFACTSRESPONSE']._serialized_end=1751
-  _globals['_WATCHFACTSREQUEST']._serialized_start=1753
-  _globals['_WATCHFACTSREQUEST']._serialized_end=1811
-  _globals['_WATCHFACTSRESPONSE']._serialized_start=1813
-  _globals['_WATCHFACTSRESPONSE']._serialized_end=1862
-  _globals['_FACT']._serialized_start=1865
-  _globals['_FACT']._serialized_end=2047
-  _globals['_RUNSERVICE']._serialized_start=2050
-  _globals['_RUNSERVICE']._serialized_end=2395
+  _globals['_RUN']._serialized_end=875
+  _globals['_LISTRUNSREQUEST']._serialized_start=877
+  _globals['_LISTRUNSREQUEST']._serialized_end=933
+  _globals['_LISTRUNSRESPONSE']._serialized_start=935
+  _globals['_LISTRUNSRESPONSE']._serialized_end=1006
+  _globals['_LISTNODESREQUEST']._serialized_start=1008
+  _globals['_LISTNODESREQUEST']._serialized_end=1081
+  _globals['_LISTNODESRESPONSE']._serialized_start=1083
+  _globals['_LISTNODESRESPONSE']._serialized_end=1157
+  _globals['_NODE']._serialized_start=1160
+  _globals['_NODE']._serialized_end=1634
+  _globals['_LISTFACTSREQUEST']._serialized_start=1636
+  _globals['_LISTFACTSREQUEST']._serialized_end=1732
+  _globals['_LISTFACTSRESPONSE']._serialized_start=1734
+  _globals['_LISTFACTSRESPONSE']._serialized_end=1808
+  _globals['_WATCHFACTSREQUEST']._serialized_start=1810
+  _globals['_WATCHFACTSREQUEST']._serialized_end=1868
+  _globals['_WATCHFACTSRESPONSE']._serialized_start=1870
+  _globals['_WATCHFACTSRESPONSE']._serialized_end=1919
+  _globals['_FACT']._serialized_start=1922
+  _globals['_FACT']._serialized_end=2104
+  _globals['_RUNSERVICE']._serialized_start=2107
+  _globals['_RUNSERVICE']._serialized_end=2452
 # @@protoc_insertion_point(module_scope)

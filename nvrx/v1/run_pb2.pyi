@@ -80,6 +80,7 @@ class Run(google.protobuf.message.Message):
     ORDER_SOURCE_FIELD_NUMBER: builtins.int
     REMARK_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    HEALTH_NOTICES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """Id of the run."""
     state: nvrx.v1.common_pb2.RunState.ValueType
@@ -124,6 +125,10 @@ class Run(google.protobuf.message.Message):
     def settings(self) -> nvrx.v1.common_pb2.Settings:
         """Settings of the run, defaults filled in."""
 
+    @property
+    def health_notices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What speaks against nodes and against health checks, one sentence each; empty where nothing does. May be repeated."""
+
     def __init__(
         self,
         *,
@@ -146,9 +151,10 @@ class Run(google.protobuf.message.Message):
         order_source: nvrx.v1.common_pb2.OrderSource.ValueType = ...,
         remark: builtins.str = ...,
         step: builtins.int | None = ...,
+        health_notices: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "_step", b"_step", "active_nodes", b"active_nodes", "cycle", b"cycle", "exit_code", b"exit_code", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "_step", b"_step", "active_nodes", b"active_nodes", "cycle", b"cycle", "cycle_state", b"cycle_state", "exit_code", b"exit_code", "journal_id", b"journal_id", "order_source", b"order_source", "phase", b"phase", "reason", b"reason", "remark", b"remark", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "revision", b"revision", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "state", b"state", "step", b"step", "waiting_reason", b"waiting_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_active_nodes", b"_active_nodes", "_cycle", b"_cycle", "_exit_code", b"_exit_code", "_replacements_used", b"_replacements_used", "_restarts_used", b"_restarts_used", "_standby_nodes", b"_standby_nodes", "_step", b"_step", "active_nodes", b"active_nodes", "cycle", b"cycle", "cycle_state", b"cycle_state", "exit_code", b"exit_code", "health_notices", b"health_notices", "journal_id", b"journal_id", "order_source", b"order_source", "phase", b"phase", "reason", b"reason", "remark", b"remark", "replacements_used", b"replacements_used", "restarts_used", b"restarts_used", "revision", b"revision", "run_id", b"run_id", "settings", b"settings", "shape", b"shape", "standby_nodes", b"standby_nodes", "state", b"state", "step", b"step", "waiting_reason", b"waiting_reason"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_active_nodes", b"_active_nodes"]) -> typing.Literal["active_nodes"] | None: ...
     @typing.overload
@@ -284,6 +290,7 @@ class Node(google.protobuf.message.Message):
     CONNECTED_FIELD_NUMBER: builtins.int
     LAST_HEARD_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    HEALTH_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     """Id of the node."""
     incarnation: builtins.str
@@ -318,6 +325,10 @@ class Node(google.protobuf.message.Message):
     def last_heard(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the node was last heard; absent once it is lost or has left."""
 
+    @property
+    def health(self) -> nvrx.v1.common_pb2.Health:
+        """Health that its checks last reported; absent where they have not told, and once it is lost or has left."""
+
     def __init__(
         self,
         *,
@@ -337,9 +348,10 @@ class Node(google.protobuf.message.Message):
         connected: builtins.bool | None = ...,
         last_heard: google.protobuf.duration_pb2.Duration | None = ...,
         reason: builtins.str = ...,
+        health: nvrx.v1.common_pb2.Health | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_connected", b"_connected", "_cycle", b"_cycle", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "connected", b"connected", "cycle", b"cycle", "group_rank", b"group_rank", "infra_rank", b"infra_rank", "last_heard", b"last_heard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_connected", b"_connected", "_cycle", b"_cycle", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "address", b"address", "connected", b"connected", "cycle", b"cycle", "domain_id", b"domain_id", "group_rank", b"group_rank", "incarnation", b"incarnation", "infra_rank", b"infra_rank", "last_heard", b"last_heard", "node_id", b"node_id", "order_key", b"order_key", "phase", b"phase", "pid", b"pid", "reason", b"reason", "replacement_group_id", b"replacement_group_id", "state", b"state", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_connected", b"_connected", "_cycle", b"_cycle", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "connected", b"connected", "cycle", b"cycle", "group_rank", b"group_rank", "health", b"health", "infra_rank", b"infra_rank", "last_heard", b"last_heard"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_connected", b"_connected", "_cycle", b"_cycle", "_group_rank", b"_group_rank", "_infra_rank", b"_infra_rank", "address", b"address", "connected", b"connected", "cycle", b"cycle", "domain_id", b"domain_id", "group_rank", b"group_rank", "health", b"health", "incarnation", b"incarnation", "infra_rank", b"infra_rank", "last_heard", b"last_heard", "node_id", b"node_id", "order_key", b"order_key", "phase", b"phase", "pid", b"pid", "reason", b"reason", "replacement_group_id", b"replacement_group_id", "state", b"state", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_connected", b"_connected"]) -> typing.Literal["connected"] | None: ...
     @typing.overload

@@ -21,7 +21,7 @@ from nvrx.core.ids import (
     first_rank,
 )
 from nvrx.core.parallel import ParallelSizes
-from nvrx.core.presence import AgentPhase, Word
+from nvrx.core.presence import AgentPhase, Health, HealthReport, Word, health_report
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Reason, Refused
 from nvrx.core.shape import RankPolicy, RestartBudget, Settings, SettingsWish, Shape
@@ -206,7 +206,26 @@ def word_of(request: heartbeat_pb2.HeartbeatRequest) -> Word:
         tuple(port for port in request.store_ports[:MAX_STORE_PORTS] if 0 < port < 65536),
         CycleNumber(request.acknowledged_cycle) if request.HasField("acknowledged_cycle") else None,
         max(0, request.progress.step) if request.progress.HasField("step") else None,
+        _health_report(request.health) if request.HasField("health") else None,
     )
+
+
+_HEALTH = {
+    common_pb2.HEALTH_STATE_HEALTHY: Health.HEALTHY,
+    common_pb2.HEALTH_STATE_DEGRADED: Health.DEGRADED,
+    common_pb2.HEALTH_STATE_FAILED: Health.UNHEALTHY,
+}
+_HEALTH_STATE = {state: value for value, state in _HEALTH.items()}
+
+
+def _health_report(told: common_pb2.Health) -> HealthReport | None:
+    """What a node says of its health; None for a state of a later version."""
+    state = _HEALTH.get(told.state)
+    return None if state is None else health_report(state, told.check, told.reason)
+
+
+def health_message(report: HealthReport) -> common_pb2.Health:
+    return common_pb2.Health(state=_HEALTH_STATE[report.state], check=report.check, reason=report.reason)
 
 
 def phase_of(request: heartbeat_pb2.HeartbeatRequest) -> AgentPhase:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.protobuf import json_format
@@ -17,7 +17,7 @@ from nvrx.core.ranks import MappedNode, WorkerPlace, active_nodes, mapped_nodes,
 from nvrx.core.run import Cycle, CycleState, Run, SeatState
 from nvrx.v1 import common_pb2, rank_map_pb2, run_pb2
 
-from .membership import device_message, phase_value, settings_message, shape_message
+from .membership import device_message, health_message, phase_value, settings_message, shape_message
 from .units import duration, timestamp
 
 
@@ -186,8 +186,9 @@ def lookup_match(run: Run, place: WorkerPlace) -> rank_map_pb2.LookupMatch:
     return message
 
 
-def run_message(run: Run, states: Mapping[str, int], waiting: str) -> run_pb2.Run:
-    """How a run stands; `states` counts its nodes by state, `waiting` says why nothing runs (may be empty)."""
+def run_message(run: Run, states: Mapping[str, int], waiting: str, notices: Iterable[str] = ()) -> run_pb2.Run:
+    """How a run stands; `states` counts its nodes by state, `waiting` says why nothing runs (may be empty), `notices`
+    what speaks against nodes."""
     cycle = run.cycle
     message = run_pb2.Run(
         run_id=run.run_id,
@@ -201,6 +202,7 @@ def run_message(run: Run, states: Mapping[str, int], waiting: str) -> run_pb2.Ru
         waiting_reason=waiting,
         reason=run.close_reason,
         step=run.progress,
+        health_notices=notices,
     )
     message.phase = common_pb2.CYCLE_STATE_FORMING
     if cycle is not None:
@@ -245,6 +247,8 @@ def node_message(run: Run, member: Member, heard: NodePresence | None, now: floa
         message.phase = phase_value(heard.phase)
         if heard.cycle is not None:
             message.cycle = heard.cycle
+        if heard.health is not None:
+            message.health.CopyFrom(health_message(heard.health))
         if heard.heard_at is not None:
             message.last_heard.CopyFrom(duration(max(0.0, now - heard.heard_at)))
     return message

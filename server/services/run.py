@@ -7,6 +7,7 @@ import collections
 from nvrx.core.ids import Revision
 from nvrx.core.ranks import members_in_order, node_state
 from nvrx.core.refused import Reason, Refused
+from nvrx.core.replacement import health_notices
 from nvrx.v1 import run_pb2, run_pb2_grpc
 from nvrx.wire import views
 
@@ -30,7 +31,9 @@ class RunService(run_pb2_grpc.RunServiceServicer):
     def _run(self, hosted: Hosted) -> run_pb2.Run:
         run = hosted.run
         states = collections.Counter(node_state(run, one).value for one in run.members.values())
-        message = views.run_message(run, states, hosted.waiting)
+        message = views.run_message(
+            run, states, hosted.waiting, health_notices(run, hosted.presence, self._engine.now(hosted))
+        )
         message.revision = hosted.revision
         message.journal_id = self._engine.journal_id
         return message

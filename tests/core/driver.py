@@ -16,7 +16,7 @@ from nvrx.core.facts import Device, Fact, NodeInfo, NodeJoined, NodeLeft, NodeLo
 from nvrx.core.ids import CycleNumber, Incarnation, LocalRank, NodeId, RunId
 from nvrx.core.invariants import check_state, check_step
 from nvrx.core.join import check_join
-from nvrx.core.presence import AgentPhase, Presence, StoreMode, Timing, Word
+from nvrx.core.presence import AgentPhase, Health, HealthReport, Presence, StoreMode, Timing, Word
 from nvrx.core.ranks import Desired, desired
 from nvrx.core.refused import Refused
 from nvrx.core.run import Cycle, Run, evolve
@@ -45,6 +45,7 @@ class Node:
     ports_used: int = 0
     acknowledged: CycleNumber | None = None
     progress: int | None = None
+    health: HealthReport | None = None
 
     @property
     def incarnation(self) -> Incarnation:
@@ -245,7 +246,7 @@ class World:
         if self.offers_fresh_ports:
             used = [one.master.port for one in self.run.cycles if one.master and one.master.address == node.address]
             node.ports_used = max(used, default=FIRST_PORT - 1) + 1 - FIRST_PORT
-        word = Word(node.phase, node.cycle, node.ports, node.acknowledged, node.progress)
+        word = Word(node.phase, node.cycle, node.ports, node.acknowledged, node.progress, node.health)
         if self.presence.heard(node.name, word, self.now) or is_news(self.run, word):
             self.tick()
 
@@ -253,6 +254,15 @@ class World:
         """A member tells how far its workers came."""
         self.nodes[NodeId(name)].progress = step
         self.hear(name)
+
+    def ails(self, name: str, state: Health = Health.UNHEALTHY, check: str = "disk", reason: str = "is full") -> None:
+        """A member tells what its checks say."""
+        self.nodes[NodeId(name)].health = HealthReport(state, check, reason)
+        self.hear(name)
+
+    def heals(self, *names: str) -> None:
+        for name in names:
+            self.ails(name, Health.HEALTHY, "", "")
 
     def beat(self) -> None:
         """Everyone who lives is heard."""

@@ -10,12 +10,16 @@ from nvrx.core.commands import Drain, Promote, Tick, Undrain
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeLeft,
     NodeLost,
+    NodeRecovered,
     NodesPromoted,
     NodeStopped,
     RunClosed,
@@ -24,9 +28,11 @@ from nvrx.core.facts import (
     WorkersExited,
     WorldChosen,
 )
+from nvrx.core.health import MASS_WITHIN_S
 from nvrx.core.ids import CycleNumber, GlobalRank, GroupRank, Incarnation, LocalRank, NodeId
 from nvrx.core.invariants import Broken, check_state, check_step
 from nvrx.core.narrate import Subject, subject_of, tell
+from nvrx.core.presence import Health
 from nvrx.core.run import MAX_CONSEQUENCES, evolve
 from nvrx.core.shape import SettingsWish
 
@@ -56,6 +62,10 @@ def eventful() -> World:
     world.submit(Promote(NodeId("n7"), NodeId("n1")))
     world.submit(Drain(NodeId("n6")))
     world.submit(Undrain(NodeId("n6")))
+    world.ails("n5", Health.UNHEALTHY)
+    world.ails("n6", Health.UNHEALTHY)
+    world.heals("n5", "n6")
+    world.advance(2 * MASS_WITHIN_S)
     return world
 
 
@@ -143,6 +153,9 @@ def test_the_journal_gives_the_state_back() -> None:
         CycleEnded(9, CYCLE, FAILURE),
         CauseRevised(9, CYCLE, FAILURE),
         WorkersExited(9, CYCLE, N0, (ended(0),)),
+        NodeFailedCheck(9, NodeId("stranger"), GHOST, "disk", "is full"),
+        NodeRecovered(9, N0),
+        CheckTrusted(9, "disk"),
     ],
 )
 def test_evolve_is_total(fact: Fact) -> None:
@@ -181,6 +194,12 @@ def broken_step(fact: Fact) -> str:
         (CauseRevised(1, CycleNumber(0), FAILURE), "D4"),
         (WorkersExited(1, CycleNumber(0), NodeId("n2"), (ended(0),)), "D4"),
         (RunClosed(1, RunState.FAILED, "why", 1), "D1"),
+        (NodeFailedCheck(1, N0, GHOST, "disk", "is full"), "B2"),
+        (NodeRecovered(1, N0), "G11"),
+        (CheckSuspected(1, "disk", (N0,), 3), "G11"),
+        (CheckSuspected(1, "disk", (N0, NodeId("n1")), 20), "G11"),
+        (CheckTrusted(1, "disk"), "G11"),
+        (CycleEnded(1, CycleNumber(0), Failure(Cause.NODE_UNHEALTHY, N0)), "G11"),
     ],
 )
 def test_wrong_facts_are_seen(fact: Fact, rule: str) -> None:

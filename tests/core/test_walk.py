@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nvrx.core.commands import Undrain
 from nvrx.core.ids import CycleNumber, NodeId
-from nvrx.core.presence import AgentPhase
+from nvrx.core.presence import WELL, AgentPhase, Health
 from nvrx.core.refused import Refused
 from nvrx.core.shape import SettingsWish
 from nvrx.core.topology import OrderSource
@@ -158,6 +158,23 @@ class Walk(RuleBasedStateMachine):
         node.acknowledged = CycleNumber(self.world.cycle.number - (0 if knows else 1))
         self.world.advance(wait_s)
 
+    @rule(
+        index=indices,
+        state=st.sampled_from([Health.UNHEALTHY, Health.UNHEALTHY, Health.DEGRADED, Health.HEALTHY]),
+        check=st.sampled_from(["disk", "gpu"]),
+        wait_s=st.sampled_from([0.0, 0.0, 3.0]),
+    )
+    def ail(self, index: int, state: Health, check: str, wait_s: float) -> None:
+        name = self.one_of(index)
+        node = self.world.node(name)
+        if node.is_heard:
+            self.world.ails(name, state, check)
+        self.world.advance(wait_s)
+
+    @rule(index=indices)
+    def heal(self, index: int) -> None:
+        self.ail(index, Health.HEALTHY, "", 0.0)
+
     @rule(index=indices, immediate=st.booleans(), returns=st.booleans())
     def drain(self, index: int, immediate: bool, returns: bool) -> None:
         name = self.one_of(index)
@@ -266,6 +283,7 @@ class Walk(RuleBasedStateMachine):
             return
         for node in world.nodes.values():
             node.acknowledged = None
+            node.health = WELL
         for node_id in run.drained:
             with suppress(Refused):
                 world.submit(Undrain(node_id))

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from nvrx.core.ids import Incarnation, NodeId, RunId
-from nvrx.core.presence import AgentPhase, StoreMode, Word
+from nvrx.core.presence import MAX_CHECK, MAX_REASON, AgentPhase, StoreMode, Word
 from nvrx.core.refused import Refused
-from nvrx.v1 import heartbeat_pb2, run_pb2
+from nvrx.v1 import common_pb2, heartbeat_pb2, run_pb2
 
 from .coordination import (
     EXIT,
@@ -319,3 +319,41 @@ async def test_late_exits_become_consequences(served: Served) -> None:
     assert (failure.node_id, failure.rank, failure.exit_code) == ("n0", 0, 1)
     assert [(one.node_id, one.rank, one.signal) for one in failure.consequences] == [("n1", 2, "SIGSEGV")]
     assert (await served.run_state()).restarts_used == 1
+
+
+@pytest.mark.rule("G11")
+async def test_what_a_node_says_of_its_health_is_shown_in_one_line(served: Served) -> None:
+    """What a check printed is of any kind and length; a state of a later version says nothing."""
+    agents = await world(served)
+    reason = "first\nsecond \x1b[31m" + "x" * 10_000
+    told = common_pb2.Health(state=common_pb2.HEALTH_STATE_DEGRADED, check="c" * 200, reason=reason)
+    for health in (told, common_pb2.Health(state=99)):  # type: ignore[arg-type]
+        request = agents[0].heartbeat()
+        request.health.CopyFrom(health)
+        await agents[0].call.write(request)
+        await agents[0].acknowledged(request.sequence)
+    nodes = (await served.runs.ListNodes(run_pb2.ListNodesRequest(run_id=RUN))).nodes
+    shown = {one.node_id: one.health for one in nodes}
+    assert shown["n0"].state == common_pb2.HEALTH_STATE_DEGRADED
+    assert shown["n0"].reason.startswith("first second [31mxxx")
+    assert (len(shown["n0"].reason), len(shown["n0"].check)) == (MAX_REASON, MAX_CHECK)
+    assert [one.HasField("health") for one in nodes if one.node_id != "n0"] == [False, False]
+    notices = (await served.run_state()).health_notices
+    assert len(notices) == 1
+    assert notices[0].startswith("degraded, and chosen last for the next world: n0 (c")
+
+
+@pytest.mark.rule("G11", "E8")
+async def test_a_node_that_fails_a_check_is_told_that_it_is_excluded(served: Served) -> None:
+    agents = await world(served)
+    request = agents[2].heartbeat()
+    request.health.CopyFrom(common_pb2.Health(state=common_pb2.HEALTH_STATE_FAILED, check="disk", reason="is full"))
+    await agents[2].call.write(request)
+    told = await agents[2].read()
+    while not told.desired.excluded:
+        told = await agents[2].read()
+    assert told.desired.reason == "excluded: unhealthy, disk: is full"
+    await served.until_fact("NodeFailedCheck")
+    nodes = (await served.runs.ListNodes(run_pb2.ListNodesRequest(run_id=RUN))).nodes
+    assert {one.node_id: one.state for one in nodes}["n2"] == common_pb2.NODE_STATE_UNHEALTHY
+    assert (await served.run_state()).standby_nodes == 0

@@ -20,7 +20,7 @@ from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.endpoint import HostPort
 from nvrx.core.ids import CycleNumber, Incarnation
-from nvrx.core.presence import AgentPhase
+from nvrx.core.presence import AgentPhase, HealthReport
 from nvrx.core.ranks import Desired
 from nvrx.core.refused import Refused
 
@@ -56,6 +56,7 @@ class Host(Protocol):
     join_timeout_s: float
     stop_grace_s: float
     first_port: int
+    health: HealthReport
 
     def next_incarnation(self) -> Incarnation: ...
     def join_command(
@@ -211,7 +212,12 @@ class AgentProcess:
         workers = agent.workers
         is_first = workers is not None and workers.started and workers.assignment.group_rank == 0
         step = self._host.trained_to() if is_first else None
-        return Actual(agent.phase, agent.cycle, tuple(range(first, first + OFFERED)), agent.acknowledged, step)
+        ports = tuple(range(first, first + OFFERED))
+        return Actual(agent.phase, agent.cycle, ports, agent.acknowledged, step, self._host.health)
+
+    def health_changed(self) -> None:
+        if self._life is not None and not self.is_dead:
+            self._life.conversation.changed()
 
     def _on_desired(self, wanted: Desired) -> None:
         if wanted.assignment is not None and wanted.assignment.master is not None and wanted.assignment.group_rank == 0:

@@ -15,13 +15,16 @@ from typing import Any
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
     CycleEnded,
     CycleRunning,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeRecovered,
     NodeStopped,
     ProgressMade,
     RunClosed,
@@ -129,6 +132,7 @@ def _chosen(fact: WorldChosen, ledger: Ledger, hearing: Hearing, truth: Truth, n
         fresh = hearing.may_be_fresh(incarnation, now_s)
         require(fresh, "C1", f"{incarnation} was chosen at {now_s:.3f} s; heard last at {heard}")
         require(node_id not in ledger.drained, "F1", f"{node_id} was chosen and is drained")
+        require(node_id not in ledger.unhealthy, "C1", f"{node_id} was chosen and is unhealthy")
     _check_groups(fact, shape.replacement_group_size, shape.segment_size)
     _check_nobody_stops(names, ledger, hearing, truth, now_s)
     require(not _spent(ledger), "D5", f"cycle {fact.cycle} was chosen: {_spent(ledger)}")
@@ -170,12 +174,13 @@ def _spent(ledger: Ledger) -> str:
     settings = ledger.settings
     assert settings is not None
     failures = ledger.ended_by(*_BY_WORKERS)
+    failures += [one for one in _charged_losses(ledger, settings.settle_s) if _is_sick(one)]
     if settings.restart_budget is RestartBudget.PER_PROGRESS:
         since = max((one.number for one in ledger.cycles if one.progressed), default=0)
         failures = [one for one in failures if one.number >= since]
     failed = len(failures)
-    losses = ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT)
-    gone = _charged_losses(ledger, settings.settle_s)
+    losses = ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, Cause.NODE_UNHEALTHY)
+    gone = sum(1 for one in _charged_losses(ledger, settings.settle_s) if not _is_sick(one))
     if failed > settings.max_restarts or (settings.max_restarts == 0 and losses):
         return f"{failed} failures of workers, {len(losses)} losses, max_restarts {settings.max_restarts}"
     if settings.max_replacements is not None and gone > settings.max_replacements:
@@ -193,20 +198,28 @@ def _cycles_without_progress(ledger: Ledger) -> int:
         if one.progressed:
             break
         cause = one.failure.cause if one.failure is not None else None
-        count += cause in _BY_WORKERS or (one.ran and cause in {Cause.NODE_LOST, Cause.NODE_LEFT})
+        taken_away = {Cause.NODE_LOST, Cause.NODE_LEFT, Cause.NODE_UNHEALTHY}
+        count += cause in _BY_WORKERS or (one.ran and cause in taken_away)
     return count
 
 
-def _charged_losses(ledger: Ledger, settle_s: float) -> int:
-    """D3: a loss before the cycle ran costs nothing, nor does one that settles with a failure before it."""
-    count, before_at = 0, -math.inf
-    for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, *_BY_WORKERS):
+def _is_sick(cycle: Seated) -> bool:
+    return cycle.failure is not None and cycle.failure.cause is Cause.NODE_UNHEALTHY
+
+
+def _charged_losses(ledger: Ledger, settle_s: float) -> list[Seated]:
+    """D3: a loss before the cycle ran costs nothing, nor does one that settles with a failure before it; nor a node
+    that is found unhealthy then."""
+    charged: list[Seated] = []
+    before_at = -math.inf
+    for one in ledger.ended_by(Cause.NODE_LOST, Cause.NODE_LEFT, Cause.NODE_UNHEALTHY, *_BY_WORKERS):
         is_loss = one.failure is not None and one.failure.cause not in _BY_WORKERS
         if is_loss and (not one.ran or one.ended_at - before_at <= settle_s):
             continue
-        count += is_loss
+        if is_loss:
+            charged.append(one)
         before_at = one.ended_at
-    return count
+    return charged
 
 
 def _running(fact: CycleRunning, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -281,6 +294,11 @@ def _by_loss(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -> N
     require(incarnation in gone, "D4", f"cycle {cycle.number} ended by {failure}; {incarnation} is not gone")
 
 
+def _by_health(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -> None:
+    known = failure.node_id in ledger.unhealthy and failure.node_id in cycle.ranks
+    require(known, "G11", f"cycle {cycle.number} ended by {failure}; unhealthy are {sorted(ledger.unhealthy)}")
+
+
 def _by_hand(cycle: Seated, failure: Failure, ledger: Ledger, truth: Truth) -> None:
     asked = Operated(failure.cause, failure.node_id) in truth.operated
     require(asked, "F1", f"cycle {cycle.number} ended by {failure}, and nobody had asked for it")
@@ -300,11 +318,29 @@ _CAUSES: dict[Cause, Callable[[Seated, Failure, Ledger, Truth], None]] = {
     Cause.HANG: _by_hang,
     Cause.NODE_LOST: _by_loss,
     Cause.NODE_LEFT: _by_loss,
+    Cause.NODE_UNHEALTHY: _by_health,
     Cause.DRAINED: _by_hand,
     Cause.PROMOTED: _by_hand,
     Cause.STOPPED: _by_hand,
     Cause.SUCCEEDED: _by_success,
 }
+
+
+def _failed_check(fact: NodeFailedCheck, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
+    was = fact.check in truth.nodes[fact.node_id].ailed_of
+    require(was, "G11", f"{fact.check} is said to have failed on {fact.node_id}, and never did")
+    require(fact.check not in ledger.suspected_checks, "G11", f"{fact.check} is suspect, and counts for {fact.node_id}")
+    require(not hearing.away or now_s >= hearing.recovered_s, "E5", f"{fact.node_id} is judged: {hearing.away}")
+
+
+def _recovered(fact: NodeRecovered, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
+    require(fact.node_id in ledger.unhealthy, "G11", f"{fact.node_id} is well again, and was not known to be ill")
+
+
+def _suspected(fact: CheckSuspected, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
+    truly = [one for one in fact.node_ids if fact.check in truth.nodes[one].ailed_of]
+    many = 1 < len(truly) == len(fact.node_ids)
+    require(many, "G11", f"{fact.check} is suspect for {fact.node_ids}, and failed on {truly}")
 
 
 def _revised(fact: CauseRevised, ledger: Ledger, hearing: Hearing, truth: Truth, now_s: float) -> None:
@@ -338,5 +374,8 @@ _CHECKS: dict[type, Callable[[Any, Ledger, Hearing, Truth, float], None]] = {
     WorkersExited: _exited,
     CycleEnded: _ended,
     CauseRevised: _revised,
+    NodeFailedCheck: _failed_check,
+    NodeRecovered: _recovered,
+    CheckSuspected: _suspected,
     RunClosed: _closed,
 }

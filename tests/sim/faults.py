@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nvrx.core.facts import Cause
 from nvrx.core.ids import LocalRank
+from nvrx.core.presence import Health
 
 from .decisions import Operated
 from .hearing import Span
@@ -182,6 +183,19 @@ class Faults:
         simulation = self._simulation
         simulation.truth.operated.add(Operated(Cause.STOPPED, None))
         simulation.loop.watched(simulation.operator.stop_run(), "stop")
+
+    # ---- health -----------------------------------------------------------------------------------------
+
+    def unhealthy(self, node: Node, fault: Fault) -> None:
+        node.ail(Health.UNHEALTHY, f"check {fault.amount % 3}", fault.duration_s)
+
+    def degraded(self, node: Node, fault: Fault) -> None:
+        node.ail(Health.DEGRADED, f"check {fault.amount % 3}", fault.duration_s)
+
+    def all_unhealthy(self, node: Node, fault: Fault) -> None:
+        for one in self._simulation.nodes.values():
+            after_s = fault.amount % 7 * len(one.ailed_of)
+            self._later(after_s, lambda one=one: one.ail(Health.UNHEALTHY, "check 0", fault.duration_s))  # type: ignore[misc]
 
 
 _DO: dict[Kind, Callable[[Faults, Node, Fault], None]] = {kind: getattr(Faults, kind.name.lower()) for kind in Kind}

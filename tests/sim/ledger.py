@@ -13,14 +13,18 @@ from typing import TypeVar
 from nvrx.core.facts import (
     Cause,
     CauseRevised,
+    CheckSuspected,
+    CheckTrusted,
     CycleEnded,
     CycleRunning,
     Fact,
     Failure,
+    NodeFailedCheck,
     NodeJoined,
     NodeLeft,
     NodeLost,
     NodeQuarantined,
+    NodeRecovered,
     NodesDrained,
     NodeStopped,
     NodesUndrained,
@@ -72,7 +76,9 @@ class Ledger:
     stopping: Mapping[NodeId, float] = field(default_factory=dict)
     drained: frozenset[NodeId] = frozenset()
     excluded_ever: frozenset[NodeId] = frozenset()
-    """Nodes that were drained or quarantined once: their agents may hear of it late."""
+    """Nodes that were drained, quarantined or unhealthy once: their agents may hear of it late."""
+    unhealthy: frozenset[NodeId] = frozenset()
+    suspected_checks: frozenset[str] = frozenset()
     cycles: tuple[Seated, ...] = ()
     exits: Mapping[tuple[CycleNumber, NodeId], Mapping[LocalRank, WorkerExit]] = field(default_factory=dict)
     progress: int | None = None
@@ -121,6 +127,18 @@ class Ledger:
                 return dataclasses.replace(self, drained=self.drained - {*fact.node_ids})
             case NodeQuarantined():
                 return dataclasses.replace(self, excluded_ever=self.excluded_ever | {fact.node_id})
+            case NodeFailedCheck():
+                return dataclasses.replace(
+                    self,
+                    unhealthy=self.unhealthy | {fact.node_id},
+                    excluded_ever=self.excluded_ever | {fact.node_id},
+                )
+            case NodeRecovered():
+                return dataclasses.replace(self, unhealthy=self.unhealthy - {fact.node_id})
+            case CheckSuspected():
+                return dataclasses.replace(self, suspected_checks=self.suspected_checks | {fact.check})
+            case CheckTrusted():
+                return dataclasses.replace(self, suspected_checks=self.suspected_checks - {fact.check})
             case WorkersExited():
                 key = (fact.cycle, fact.node_id)
                 known = {**self.exits.get(key, {}), **{one.local_rank: one for one in fact.exits}}

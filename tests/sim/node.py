@@ -15,6 +15,7 @@ from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import NodeInfo
 from nvrx.core.ids import CycleNumber, DomainId, GroupId, Incarnation, LocalRank, NodeId
+from nvrx.core.presence import WELL, Health, HealthReport
 from nvrx.core.shape import SettingsWish, Shape
 from nvrx.core.topology import OrderSource
 
@@ -99,6 +100,9 @@ class Node:
         self.has_power = True
         self.last_exit: int | None = None
         self.sigterms = 0
+        self.health = WELL
+        self.ailed_of: set[str] = set()
+        """Every check that ever failed on it."""
 
     # ---- what may happen to it --------------------------------------------------------------------------
 
@@ -140,6 +144,21 @@ class Node:
 
     def hang_worker(self, rank: LocalRank) -> bool:
         return self.agent is not None and self.agent.supervisor.hang_worker(rank)
+
+    def ail(self, state: Health, check: str, duration_s: float) -> None:
+        """Its checks tell something bad for so long, or until they tell something else."""
+        self.health = told = HealthReport(state, check, f"since {asyncio.get_running_loop().time():.3f}")
+        if state is Health.UNHEALTHY:
+            self.ailed_of.add(check)
+        if self.agent is not None:
+            self.agent.health_changed()
+        asyncio.get_running_loop().call_later(duration_s, self.heal, told)
+
+    def heal(self, told: HealthReport | None = None) -> None:
+        if self.health is told or told is None:
+            self.health = WELL
+            if self.agent is not None:
+                self.agent.health_changed()
 
     # ---- what its agent asks and tells ------------------------------------------------------------------
 

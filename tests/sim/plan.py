@@ -52,6 +52,9 @@ class Kind(enum.Enum):
     DRAIN = "an operator drains it"
     UNDRAIN = "an operator returns it"
     STOP_RUN = "an operator stops the run"
+    UNHEALTHY = "a check of it fails, for a while"
+    DEGRADED = "it is degraded, for a while"
+    ALL_UNHEALTHY = "a check fails on all nodes, for a while"
 
 
 _WEIGHTS = {
@@ -83,8 +86,12 @@ _WEIGHTS = {
     Kind.DRAIN: 6,
     Kind.UNDRAIN: 4,
     Kind.STOP_RUN: 0.3,
+    Kind.UNHEALTHY: 6,
+    Kind.DEGRADED: 2,
+    Kind.ALL_UNHEALTHY: 1,
 }
 _LONG = {Kind.PARTITION, Kind.UP_STALLS, Kind.DOWN_STALLS, Kind.POWER_LOST, Kind.COORDINATOR_STALLS, Kind.SLOW}
+_LONG |= {Kind.UNHEALTHY, Kind.DEGRADED, Kind.ALL_UNHEALTHY}
 
 
 @dataclass(frozen=True)

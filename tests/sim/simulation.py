@@ -224,6 +224,7 @@ class Simulation:
             node.machine.ignores_term = False
             node.machine.fails_next_spawn = False
             node.link.answers_to_lose = 0
+            node.heal()
 
     async def _keep_agents(self) -> None:
         """What a scheduler and an operator do who want the run to go on."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nvrx.core import agent, budgets, decide, facts, join, presence, run, world
+from nvrx.core import agent, budgets, decide, facts, health, join, presence, run, world
 from nvrx.core.commands import CycleExits
 from nvrx.core.facts import Cause, CycleEnded, Failure
 from nvrx.core.run import evolve
@@ -166,6 +166,21 @@ def a_restart_of_the_coordinator_ends_the_cycle(patch: pytest.MonkeyPatch) -> No
 def planned_changes_use_up_a_budget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(budgets, "PLANNED", frozenset())
     patch.setattr(budgets, "OWN_FAILURES", frozenset({Cause.WORKER_FAILED, Cause.DRAINED, Cause.PROMOTED}))
+
+
+@mistake("C1", "G11", "internal error")
+def unhealthy_nodes_are_chosen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(world, "may_train", lambda run, presence, node_id: True)
+
+
+@mistake("G11", "internal error")
+def a_suspect_check_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(health, "is_excused", lambda run, report: False)
+
+
+@mistake("D5")
+def an_unhealthy_node_costs_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(budgets, "UNHEALTHY", frozenset())
 
 
 @mistake("E5")

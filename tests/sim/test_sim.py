@@ -19,11 +19,11 @@ SEEDS = int(os.environ.get(SEEDS_OF, 480))
 PARTS = 12
 PER_PART = SEEDS // PARTS
 LIVELY_SEEDS = 60
-RARE = {"RunReopened", "NodeQuarantined", "QuarantineEnded"}
+RARE = {"RunReopened", "NodeQuarantined", "QuarantineEnded", "CheckTrusted"}
 
 
 @pytest.mark.rule(
-    "A3", "B2", "C1", "C2", "C3", "D1", "D2", "D4", "D5", "D8", "D9", "D10", "E1", "E2", "E4", "E5", "F1", "H1"
+    "A3", "B2", "C1", "C2", "C3", "D1", "D2", "D4", "D5", "D8", "D9", "D10", "E1", "E2", "E4", "E5", "F1", "G11", "H1"
 )
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_rules_hold_whatever_happens(part: int) -> None:
@@ -49,5 +49,12 @@ def test_much_happens_in_the_simulations() -> None:
     missing = {one.__name__ for one in get_args(Fact)} - RARE - kinds.keys()
     assert not missing, kinds
     assert kinds["CycleRunning"] > 2 * LIVELY_SEEDS, kinds
-    expected = {Cause.WORKER_FAILED, Cause.HANG, Cause.NODE_LOST, Cause.NODE_LEFT, Cause.DRAINED, Cause.PROMOTED}
-    assert causes.keys() >= expected, causes
+    assert causes.keys() >= {
+        Cause.WORKER_FAILED,
+        Cause.HANG,
+        Cause.NODE_LOST,
+        Cause.NODE_LEFT,
+        Cause.NODE_UNHEALTHY,
+        Cause.DRAINED,
+        Cause.PROMOTED,
+    }, causes

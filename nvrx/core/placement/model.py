@@ -18,6 +18,8 @@ class Candidate:
     group: GroupId | None = None
     domain: DomainId | None = None
     last_resort: bool = False
+    why_last: str = ""
+    """Why it is chosen last, in words; empty where nobody says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,11 @@ class LeftOut:
     def _why(self, unit: Unit, position: Position) -> str:
         one = self.field.nodes[position]
         if one.last_resort:
-            return LAST_RESORT
+            return one.why_last or LAST_RESORT
         if unit.worth.last_resort:
             sick = [self.field.nodes[p] for p in unit.worth.positions if self.field.nodes[p].last_resort]
-            return f"{list_names([str(each.node_id) for each in sick])} of its group {one.group} is {LAST_RESORT}"
+            why = sick[0].why_last or LAST_RESORT
+            return f"{list_names([str(each.node_id) for each in sick])} of its group {one.group} is {why}"
         left_over = self._left_over(unit)
         if left_over is not None:
             return left_over
