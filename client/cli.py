@@ -38,6 +38,7 @@ from nvrx.core.fingerprint import Wishes
 from nvrx.core.shape import (
     RestartBudget,
 )
+from nvrx.logs import one_line
 
 from .app import run_node
 from .check import check_node
@@ -180,6 +181,16 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         parallel_sizes={name: given[name] for name in SIZE_OF},
         fingerprint=Wishes(given["same_env"], given["ignore_env"], given["no_env_check"]),
     )
+
+
+def options_of(arguments: Sequence[str], worker_command: Sequence[str]) -> JoinOptions:
+    """What `join` would be given by this line and by our environment variables. Raises Failed with one line."""
+    line = _Line(tuple(arguments), tuple(worker_command))
+    try:
+        given = join.make_context(PROGRAM, list(arguments), obj=line, **HELP_SETTINGS).params
+    except click.ClickException as error:
+        raise Failed(one_line(error.format_message()), EXIT_USAGE) from error
+    return _options(given, line, ())
 
 
 def _restart_budget(text: str | None) -> RestartBudget | None:

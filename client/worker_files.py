@@ -56,10 +56,15 @@ class WorkerFiles:
     def last_words(self, cycle: CycleNumber, rank: GlobalRank) -> LastWords:
         """Read what a failed worker left; unreadable files count as silence."""
         directory = self.directory / f"cycle-{cycle}"
-        tail = _tail(directory / f"rank-{rank}.err")
-        written = _torch_error(directory / f"rank-{rank}.error.json")
-        lines = [line for line in tail.splitlines() if line.strip()]
-        return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
+        return words_in(directory / f"rank-{rank}.error.json", directory / f"rank-{rank}.err")
+
+
+def words_in(error_file: Path, stderr_file: Path) -> LastWords:
+    """Read what a failed worker left in the file that torch's `@record` writes, and on its standard error."""
+    tail = _tail(stderr_file)
+    written = _torch_error(error_file)
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
 
 
 def write_whole(path: Path, text: str) -> None:

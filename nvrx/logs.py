@@ -90,24 +90,25 @@ class _Background(logging.Handler):
         self._thread.join(FLUSH_WITHIN_S)
 
 
-def start(level: str, form: str) -> None:
-    """Send the log to standard error."""
+def start(level: str, form: str, of: str = "") -> None:
+    """Send the log to standard error; `of`: that of one logger alone, in a program that has a log of its own."""
     handler = _Background([STANDARD_ERROR])
     handler.setFormatter(_Json() if form == "json" else _Text())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    logger = logging.getLogger(of)
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())
 
 
-def add_file(path: Path) -> None:
+def add_file(path: Path, of: str = "") -> None:
     """Append the log to a file as well, once. Raises OSError if it cannot be opened."""
-    for handler in logging.getLogger().handlers:
+    for handler in logging.getLogger(of).handlers:
         if isinstance(handler, _Background) and path not in handler.files:
             handler.files.add(path)
             handler.add(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
 
 
-def finish() -> None:
+def finish(of: str = "") -> None:
     """Write out what is queued, for at most FLUSH_WITHIN_S."""
-    for handler in logging.getLogger().handlers:
+    for handler in logging.getLogger(of).handlers:
         handler.close()
