@@ -33,7 +33,9 @@ from torch.distributed.elastic.rendezvous.api import (
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import ElasticAgent
 
-    from .torchrun_launch import Launch
+    from nvrx.core.facts import WorkerExit
+
+    from .torchrun_launch import Launch, Rendezvous
     from .torchrun_seat import Given
     from .torchrun_thread import MembershipThread
 
@@ -70,7 +72,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 class NvrxRendezvous(RendezvousHandler):
     """One torchrun's way to its places in the run's worlds. Joins when torch's agent first wants a place."""
 
-    def __init__(self, asked: Any) -> None:
+    def __init__(self, asked: Rendezvous) -> None:
         from .torchrun_seat import Seat
 
         self._asked = asked
@@ -78,6 +80,8 @@ class NvrxRendezvous(RendezvousHandler):
         self._thread: MembershipThread | None = None
         self._given: Given | None = None
         self._store: Store | None = None
+        self._is_seated = False
+        """torch's agent has a place, and workers in it."""
         self._said_healthy = False
         self._handlers_before: dict[int, Any] = {}
 
@@ -105,11 +109,13 @@ class NvrxRendezvous(RendezvousHandler):
             self._thread = self._join(agent)
         self._listen_for_signals()
         while True:
-            self._store = None
-            self._thread.post(lambda membership: membership.came_for_next())
+            self._store, self._is_seated = None, False
+            held = self._given.assignment.cycle if self._given is not None else None
+            self._thread.post(lambda membership, held=held: membership.came_for_next(held))  # type: ignore[misc]
             given = self._seat.take()
             if given is None:
                 self._raise_ended()
+            self._given = given
             cycle = given.assignment.cycle
             try:
                 store = self._open_store(given)
@@ -130,7 +136,7 @@ class NvrxRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """1 where this node's workers have to go. torch's agent asks while all of them run, many times a second."""
         self._listen_for_signals()
-        if not self._said_healthy and self._given is not None and self._thread is not None:
+        if self._is_seated and not self._said_healthy and self._given is not None and self._thread is not None:
             self._said_healthy = True
             cycle = self._given.assignment.cycle
             self._thread.post(lambda membership: membership.are_healthy(cycle))
@@ -144,8 +150,13 @@ class NvrxRendezvous(RendezvousHandler):
         self._part("torch's agent closed its rendezvous")
 
     def shutdown(self) -> bool:
-        """torch's agent ends, well or not; its workers are gone."""
-        self._part("torch's agent ended")
+        """torch's agent ends, well or not; its workers are gone. What it raises, if anything, says which."""
+        error = sys.exception()
+        exits = _exits_in(error)
+        reason = "its torchrun ended"
+        if exits:
+            reason += ": its workers failed more often than its --max-restarts allows"
+        self._part(reason, succeeded=error is None and self._is_seated, exits=exits)
         return True
 
     # ---- joining and leaving ------------------------------------------------------------------------------
@@ -177,7 +188,7 @@ class NvrxRendezvous(RendezvousHandler):
         # torch's agents agree on ranks through their store, and wait there for a node that is lost meanwhile. Here all
         # have as many workers, which Join has checked: each can say by itself.
         os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-        atexit.register(self._part, "its torchrun ended")
+        atexit.register(self._at_exit)
         with grpc_environment():
             return MembershipThread(config, self._seat, program_version())
 
@@ -193,19 +204,18 @@ class NvrxRendezvous(RendezvousHandler):
             raise RendezvousError("no torch agent is under way here; say --rdzv-conf nproc_per_node=N")
         return Launch(int(workers), (sys.executable,), sys.maxsize)
 
-    def _part(self, reason: str) -> None:
-        """Once: torch's agent ends. What it raises says how its workers did."""
+    def _at_exit(self) -> None:
+        """Told to end by a signal, torch's agent does not shut a rendezvous down."""
+        self._part("its torchrun ended")
+
+    def _part(self, reason: str, *, succeeded: bool = False, exits: tuple[WorkerExit, ...] = ()) -> None:
+        """Leave the run, once."""
         from .torchrun_agent import Parting
 
-        atexit.unregister(self._part)
+        atexit.unregister(self._at_exit)
         thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        error = sys.exception()
-        exits = _exits_in(error)
-        if exits:
-            reason = "its torchrun ended: its workers failed more often than its --max-restarts allows"
-        thread.part(Parting(reason, succeeded=error is None and self._given is not None, exits=exits))
+        if thread is not None:
+            thread.part(Parting(reason, succeeded, exits))
 
     def _raise_ended(self) -> NoReturn:
         ended = self._seat.ended
@@ -241,7 +251,7 @@ class NvrxRendezvous(RendezvousHandler):
         """torch's agent is about to start workers, who inherit this process's environment."""
         from .worker_environment import OURS
 
-        self._given, self._store, self._said_healthy = given, store, False
+        self._store, self._is_seated, self._said_healthy = store, True, False
         for name in OURS:
             if name.startswith("NVRX_"):
                 os.environ.pop(name, None)
@@ -310,7 +320,7 @@ def _pids_to_come(agent: ElasticAgent) -> Callable[[], list[int] | None]:
     return pids
 
 
-def _exits_in(error: BaseException | None) -> tuple[Any, ...]:
+def _exits_in(error: BaseException | None) -> tuple[WorkerExit, ...]:
     """How workers ended, as torch's agent says when it gives up."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

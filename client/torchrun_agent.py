@@ -93,6 +93,7 @@ class TorchrunAgent:
         """The end that makes all workers of this node finished, not told yet: when it is, the cycle's store may close,
         and torch's agents meet there once more before they end."""
         self._parting = asyncio.Event()
+        self._signal: machine.SignalReceived | None = None
 
     # ---- the run of it ------------------------------------------------------------------------------------
 
@@ -148,7 +149,9 @@ class TorchrunAgent:
         talking = asyncio.create_task(self._talk(conversation), name="conversation")
         talking.add_done_callback(self._task_done)
         try:
-            if self._parting.is_set():
+            if self._signal is not None:
+                self._observe(self._signal)
+            elif self._parting.is_set():
                 await self._leave(life, machine.Leave("torch's agent ended", workers_stopped=True))
                 return machine.Exit(EXIT_FAILED, "torch's agent ended")
             ending = await self._ending
@@ -240,16 +243,16 @@ class TorchrunAgent:
 
     # ---- what torch's agent does --------------------------------------------------------------------------
 
-    def came_for_next(self) -> None:
-        """torch's agent wants a place: nothing is left of the workers that it had."""
+    def came_for_next(self, held: CycleNumber | None) -> None:
+        """torch's agent wants a place: nothing is left of the workers of the cycle that it took part in last."""
         workers = self._agent.workers
-        if workers is None or workers.tree_gone:
+        if workers is None or workers.assignment.cycle != held or workers.tree_gone:
             return
         asked = workers.stopping
         if self._watch is not None:
             self._watch.settle()
         self._tell_missing((), lambda rank: WorkerExit(rank, stopped_by_agent=True), blames_one=not asked)
-        self._observe(machine.TreeGone(workers.assignment.cycle))
+        self._observe(machine.TreeGone(held))
 
     def look_for_workers(self, cycle: CycleNumber, pids: Callable[[], list[int] | None]) -> None:
         """torch's agent is about to start workers; `pids` tells theirs by local rank, once it has."""
@@ -267,8 +270,9 @@ class TorchrunAgent:
     def signalled(self, number: int, name: str) -> None:
         """This process was told to end: torch's agent stops its workers by itself."""
         log.warning("received %s", name)
+        self._signal = machine.SignalReceived(number, name)
         if self._life is not None:
-            self._observe(machine.SignalReceived(number, name))
+            self._observe(self._signal)
 
     def part(self, parting: Parting) -> None:
         """torch's agent ends, and has no workers any more: tell how they ended, hear the outcome, or leave.
@@ -473,7 +477,7 @@ class TorchrunAgent:
         log.info("stopping the workers of cycle %s: %s", self._agent.cycle, reason)
         if self._seat.withdraw():
             # torch's agent never heard of that place: there is nothing to stop.
-            asyncio.get_running_loop().call_soon(self.came_for_next)
+            asyncio.get_running_loop().call_soon(self.came_for_next, self._agent.cycle)
         elif self._last_success is not None:
             self._chore(self._leave_finished(life))
         else:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvrx.core.endpoint import HostPort
+from nvrx.core.ids import CycleNumber
 from nvrx.core.ranks import Assignment
 
 
@@ -68,10 +69,16 @@ class Seat:
             self._is_unwanted = True
             self._changed.notify_all()
 
+    @property
+    def offered_cycle(self) -> CycleNumber | None:
+        """The cycle of a place that waits to be taken."""
+        offered = self._offered
+        return offered.assignment.cycle if offered is not None else None
+
     # ---- torch's side -------------------------------------------------------------------------------------
 
     def take(self) -> Given | None:
-        """Wait for a place, for as long as it takes; None at the end. A signal's handler may interrupt it by raising."""
+        """Wait for a place, for as long as it takes; None at the end. A signal's handler may end it by raising."""
         with self._changed:
             while self._offered is None and self._ended is None:
                 self._changed.wait()

@@ -68,6 +68,10 @@ class MembershipThread:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all that could be told
             self._loop.call_soon_threadsafe(tell, agent)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def part(self, parting: Parting) -> None:
         """Have this node leave in order, if that takes no time; the thread ends."""
         self.post(lambda agent: agent.part(parting))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from .cluster import RUN_ID, Cluster
 from .programs import ROOT, Program
@@ -20,12 +21,12 @@ def is_installed() -> bool:
     return any(one.value == VALUE for one in entry_points(group=GROUP, name=NAME))
 
 
-def python_path(cluster: Cluster) -> str:
+def python_path(directory: Path) -> str:
     """What makes the backend known to a torchrun that a test starts."""
     if is_installed():
         return str(ROOT)
     assert not os.environ.get("CI"), f"the installed nvrx has no entry point {NAME} in {GROUP}: install it anew"
-    info = cluster.directory / "path" / "nvrx_not_installed_yet-0.dist-info"
+    info = directory / "path" / "nvrx_not_installed_yet-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nvrx-not-installed-yet\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{NAME} = {VALUE}\n")
@@ -48,5 +49,5 @@ def torchrun(
     argv += [sys.executable, "-m", "torch.distributed.run"]
     argv += ["--rdzv-backend", "nvrx", "--rdzv-endpoint", cluster.address, "--rdzv-id", RUN_ID, "--nnodes", nnodes]
     argv += ["--rdzv-conf", settings, "--max-restarts", "100", *options, "-m", f"tests.e2e.workers.{script}"]
-    around = {"PYTHONPATH": python_path(cluster), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    around = {"PYTHONPATH": python_path(cluster.directory), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return cluster.start(node, argv, around | (env or {}))
