@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,22 @@ import pytest
 from nvrx.client.config import resolve
 from nvrx.client.torchrun_agent import HOW_UNKNOWN, Parting, TorchrunAgent
 from nvrx.client.torchrun_launch import Launch, Rendezvous, join_options
-from nvrx.client.torchrun_seat import Given, Seat
+from nvrx.client.torchrun_seat import Ended, Given, Seat
 from nvrx.client.torchrun_thread import MembershipThread, grpc_environment
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber, LocalRank
 from tests.server.coordination import RUN, WAIT_S, Served, serving
+
+
+SEATS: list[Seat] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_on() -> Iterator[None]:
+    """A test that failed may have left a thread waiting for a place."""
+    yield
+    while SEATS:
+        SEATS.pop().end(Ended(1, "the test is over"))
 
 
 class Node:
@@ -27,6 +38,7 @@ class Node:
         wish = Rendezvous(endpoint, RUN, *nnodes, None, conf)
         config = resolve(join_options(wish, Launch(2, ("true",), 100)), {"PATH": os.environ["PATH"]})
         self.seat = Seat()
+        SEATS.append(self.seat)
         self.thread = MembershipThread(config, self.seat, "0.0-test")
 
     async def take(self) -> Given:
@@ -150,6 +162,11 @@ async def test_a_signal_that_comes_before_the_answer_to_the_join_is_why_the_node
 ) -> None:
     node = Node("a", str(served.address), (1, 1), tmp_path)
     node.thread.post(lambda agent: agent.signalled(15, "SIGTERM"))
-    left = await served.until_fact("NodeLeft")
-    assert left.text.endswith("its agent received SIGTERM")
-    await node.part(Parting("test"))
+    async with asyncio.timeout(WAIT_S):
+        assert await asyncio.to_thread(node.seat.take) is None
+    ended = node.seat.ended
+    assert ended is not None
+    assert (ended.exit_code, ended.reason) == (143, "received SIGTERM")
+    assert [one.text for one in await served.facts() if one.kind == "NodeLeft"] == [
+        "node a left: its agent received SIGTERM"
+    ]
