@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,6 @@ from nvrx.core.ids import CycleNumber, LocalRank
 from tests.server.coordination import RUN, WAIT_S, Served, serving
 
 
-SEATS: list[Seat] = []
-
-
-@pytest.fixture(autouse=True)
-def nobody_waits_on() -> Iterator[None]:
-    """A test that failed may have left a thread waiting for a place."""
-    yield
-    while SEATS:
-        SEATS.pop().end(Ended(1, "the test is over"))
-
-
 class Node:
     """One torchrun, without torch."""
 
@@ -38,14 +27,20 @@ class Node:
         wish = Rendezvous(endpoint, RUN, *nnodes, None, conf)
         config = resolve(join_options(wish, Launch(2, ("true",), 100)), {"PATH": os.environ["PATH"]})
         self.seat = Seat()
-        SEATS.append(self.seat)
         self.thread = MembershipThread(config, self.seat, "0.0-test")
 
     async def take(self) -> Given:
-        async with asyncio.timeout(WAIT_S):
-            given = await asyncio.to_thread(self.seat.take)
+        given = await self.end_of_waiting()
         assert given is not None
         return given
+
+    async def end_of_waiting(self) -> Given | None:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.to_thread(self.seat.take)
+        except TimeoutError:
+            self.seat.end(Ended(1, "the test is over"))  # else its thread waits for ever
+            raise
 
     async def heard(self, tell: Callable[[TorchrunAgent], None]) -> None:
         """Tell the membership something, and wait until it has taken it in."""
@@ -162,8 +157,7 @@ async def test_a_signal_that_comes_before_the_answer_to_the_join_is_why_the_node
 ) -> None:
     node = Node("a", str(served.address), (1, 1), tmp_path)
     node.thread.post(lambda agent: agent.signalled(15, "SIGTERM"))
-    async with asyncio.timeout(WAIT_S):
-        assert await asyncio.to_thread(node.seat.take) is None
+    assert await node.end_of_waiting() is None
     ended = node.seat.ended
     assert ended is not None
     assert (ended.exit_code, ended.reason) == (143, "received SIGTERM")
