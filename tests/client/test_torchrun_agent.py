@@ -164,3 +164,19 @@ async def test_a_signal_that_comes_before_the_answer_to_the_join_is_why_the_node
     assert [one.text for one in await served.facts() if one.kind == "NodeLeft"] == [
         "node a left: its agent received SIGTERM"
     ]
+
+
+@pytest.mark.rule("D4")
+@pytest.mark.parametrize("were_seen", [True, False])
+async def test_how_workers_ended_is_told_before_the_node_leaves(
+    served: Served, tmp_path: Path, were_seen: bool
+) -> None:
+    """torch's agent gives up and says it: also of workers that ended before they were seen here."""
+    node = Node("a", str(served.address), (1, 1), tmp_path)
+    cycle = (await node.take()).assignment.cycle
+    if were_seen:
+        await node.heard(lambda agent: agent.are_healthy(cycle))
+    await node.part(Parting("gave up", exits=(WorkerExit(LocalRank(1), 7, message="no such layer"),)))
+    failure = (await served.rank_map(0)).failure
+    assert (failure.local_rank, failure.exit_code, failure.message) == (1, 7, "no such layer")
+    assert [one.text for one in await served.facts() if one.kind == "NodeLeft"] == ["node a left: gave up"]
