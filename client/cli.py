@@ -39,6 +39,7 @@ from nvrx.core.numa import MemoryMode, NumaSource
 from nvrx.core.shape import (
     RestartBudget,
 )
+from nvrx.logs import one_line
 from nvrx.pid1 import be_below_process_1
 
 from .app import run_node
@@ -198,6 +199,16 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
 
 def _numa_wish(source: str | None, memory: str) -> NumaWish:
     return NumaWish(NumaSource(source) if source is not None else None, MemoryMode(memory))
+
+
+def options_of(arguments: Sequence[str], worker_command: Sequence[str]) -> JoinOptions:
+    """What `join` would be given by this line and by our environment variables. Raises Failed with one line."""
+    line = _Line(tuple(arguments), tuple(worker_command))
+    try:
+        given = join.make_context(PROGRAM, list(arguments), obj=line, **HELP_SETTINGS).params
+    except click.ClickException as error:
+        raise Failed(one_line(error.format_message()), EXIT_USAGE) from error
+    return _options(given, line, ())
 
 
 def _restart_budget(text: str | None) -> RestartBudget | None:

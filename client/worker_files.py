@@ -67,10 +67,18 @@ class WorkerFiles:
         `missing_tail`: the end of its standard error where the file lacks it.
         """
         directory = self.directory / f"cycle-{cycle}"
-        tail = _decoded(missing_tail if missing_tail is not None else _tail(directory / f"rank-{rank}.err"))
-        written = _torch_error(directory / f"rank-{rank}.error.json")
-        lines = [line for line in tail.splitlines() if line.strip()]
-        return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
+        return words_in(directory / f"rank-{rank}.error.json", directory / f"rank-{rank}.err", missing_tail)
+
+
+def words_in(error_file: Path, stderr_file: Path, missing_tail: bytes | None = None) -> LastWords:
+    """Read what a failed worker left in the file that torch's `@record` writes, and on its standard error.
+
+    `missing_tail`: the end of its standard error where the file lacks it.
+    """
+    tail = _decoded(missing_tail if missing_tail is not None else _tail(stderr_file))
+    written = _torch_error(error_file)
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return LastWords((written or (lines[-1] if lines else ""))[:MAX_MESSAGE], tail)
 
 
 def write_whole(path: Path, text: str) -> None:

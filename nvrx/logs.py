@@ -88,24 +88,25 @@ class _Background(logging.Handler):
         self._thread.join(FLUSH_WITHIN_S)
 
 
-def start(level: str, form: str) -> None:
-    """Send the log to standard error."""
-    root = logging.getLogger()
-    root.handlers[:] = [_Background(STANDARD_ERROR, _Json() if form == "json" else _Text())]
-    root.setLevel(level.upper())
+def start(level: str, form: str, of: str = "") -> None:
+    """Send the log to standard error; `of`: that of one logger alone, in a program that has a log of its own."""
+    logger = logging.getLogger(of)
+    logger.handlers[:] = [_Background(STANDARD_ERROR, _Json() if form == "json" else _Text())]
+    logger.propagate = False
+    logger.setLevel(level.upper())
 
 
-def add_file(path: Path) -> None:
+def add_file(path: Path, of: str = "") -> None:
     """Append the log to a file as well, once. Raises OSError if it cannot be opened."""
-    root = logging.getLogger()
-    ours = [one for one in root.handlers if isinstance(one, _Background)]
+    logger = logging.getLogger(of)
+    ours = [one for one in logger.handlers if isinstance(one, _Background)]
     if ours and all(one.file != path for one in ours):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         assert ours[0].formatter is not None
-        root.addHandler(_Background(descriptor, ours[0].formatter, path))
+        logger.addHandler(_Background(descriptor, ours[0].formatter, path))
 
 
-def finish() -> None:
+def finish(of: str = "") -> None:
     """Write out what is queued, for at most FLUSH_WITHIN_S."""
-    for handler in logging.getLogger().handlers:
+    for handler in logging.getLogger(of).handlers:
         handler.close()

@@ -7,7 +7,7 @@ import pytest
 from nvrx.core.budgets import replacements_used, restarts_used
 from nvrx.core.facts import RunState
 from nvrx.core.ids import NodeId
-from nvrx.core.presence import Health
+from nvrx.core.presence import Health, HealthReport
 from nvrx.core.shape import SettingsWish
 
 from .driver import World, trained
@@ -33,7 +33,7 @@ def test_a_drained_node_is_none_to_wait_with_for_ever() -> None:
 @pytest.mark.rule("D9")
 def test_an_unhealthy_node_is_none_to_wait_with_for_ever() -> None:
     world = trained(2, 2, wish=SOON)
-    world.presence.nodes[NodeId("n1")].health = Health.UNHEALTHY
+    world.presence.nodes[NodeId("n1")].health = HealthReport(Health.UNHEALTHY, "disk", "full")
     world.exit("n0", 0, 1)
     world.advance(10.1)
     assert world.run.state is RunState.FAILED
