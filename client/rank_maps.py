@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,27 +46,34 @@ class Wanted:
 
 
 class KeptMaps:
-    """The maps of one run on this node. `info` is kept up as well; None where nobody asked for it."""
+    """The maps of one run on this node. `info_dir` is kept up as well; None where nobody asked for it.
 
-    def __init__(self, coordinator: Coordinator, run_id: RunId, files: WorkerFiles, info: CycleInfo | None) -> None:
+    `chore` has work done beside whoever calls.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        run_id: RunId,
+        files: WorkerFiles,
+        info_dir: Path | None,
+        chore: Callable[[Coroutine[None, None, None]], None],
+    ) -> None:
         self._coordinator = coordinator
         self._run_id = run_id
         self._files = files
-        self._info = info
+        self._info = CycleInfo(info_dir, run_id) if info_dir is not None else None
+        self._chore = chore
         self._kept: set[Wanted] = set()
         self._working_in: CycleNumber | None = None
         self._ended: list[CycleNumber] = []
 
-    def is_news(self, sent: common_pb2.RankMap) -> bool:
-        """Whether the assigned cycle's map, which came by itself, is to be kept: once, also when it comes again."""
+    def keep_sent(self, sent: common_pb2.RankMap) -> None:
+        """Keep the assigned cycle's map, which came by itself; once, also when it comes again."""
         wanted = Wanted(CycleNumber(sent.cycle), Moment.CHOSEN)
-        is_news = wanted not in self._kept
-        self._kept.add(wanted)
-        return is_news
-
-    async def keep_sent(self, sent: common_pb2.RankMap) -> None:
-        """Keep the assigned cycle's map, which came by itself."""
-        await self._write(Wanted(CycleNumber(sent.cycle), Moment.CHOSEN), sent)
+        if wanted not in self._kept:
+            self._kept.add(wanted)
+            self._chore(self._write(wanted, sent))
 
     def heed(self, desired: Desired) -> None:
         """Take in what the node is to do: the cycle that it worked in until now has ended."""

@@ -133,7 +133,8 @@ class TorchrunAgent:
         joined, command = admitted
         files = WorkerFiles(self._config.options.log_dir, joined.run_id, command.node.node_id)
         self._open_log(files)
-        maps = KeptMaps(self._coordinator, joined.run_id, files)
+        info_dir = self._config.options.cycle_info_dir
+        maps = KeptMaps(self._coordinator, joined.run_id, files, info_dir, self._chore)
         conversation = Conversation(
             self._coordinator,
             joined,
@@ -395,6 +396,8 @@ class TorchrunAgent:
         if wanted.assignment is not None and wanted.assignment.master is not None:
             self._ports.use(wanted.assignment.master.port)
         self._observe(machine.DesiredChanged(wanted))
+        assert self._life is not None
+        self._life.maps.heed(wanted)
         if wanted.action is not Action.RUN or self._agent.phase is AgentPhase.RUNNING:
             self._fetch_maps(wanted)
 
