@@ -378,7 +378,7 @@ def test_the_table_of_check(host: Host) -> None:
         "numa      workers bound by formula",
         "          local rank  GPU           its node  bound to  CPUs           by",
         "          0           0000:10:00.0  3         node 0    0-15,128-143   numactl --cpunodebind=0 --membind=0",
-        "          1           0000:11:00.0  3         node 1    16-31,144-159  --cpunodebind=1 --membind=1",
+        "          1           0000:11:00.0  3         node 1    16-31,144-159  numactl --cpunodebind=1 --membind=1",
     ]
     assert lines[4].startswith("warning   NVRX_GPUS_PER_NUMA binds 2 of 2 workers to another NUMA node")
     assert [*numa_lines(host.plan(1))] == [

@@ -165,7 +165,7 @@ def test_where_set_mempolicy_is_forbidden_the_options_that_help_are_named(cluste
 
 @pytest.mark.rule("G7")
 def test_where_numactl_does_not_work_at_all_cpus_are_bound_by_taskset(cluster: Cluster) -> None:
-    """C082: to numactl from 2.0.19 on EPERM of get_mempolicy means a kernel without NUMA, as ENOSYS to older ones."""
+    """C082: numactl from 2.0.19 on takes EPERM from get_mempolicy for a kernel without NUMA, older ones ENOSYS."""
     cluster.serve()
     forbidding = (sys.executable, "-m", "tests.e2e.forbid", "set_mempolicy,get_mempolicy=ENOSYS,mbind")
     bound = {"NVRX_GPUS_PER_NUMA": "1"}
