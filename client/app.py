@@ -304,7 +304,8 @@ class NodeAgent:
         if workers is None or workers.assignment.group_rank != 0:
             return None
         in_file = self._progress.step if self._progress is not None else None
-        return max((one for one in (in_file, self._hangs.watch.step) if one is not None), default=None)
+        told = self._hangs.watch.step(workers.assignment.cycle)
+        return max((one for one in (in_file, told) if one is not None), default=None)
 
     def _on_desired(self, wanted: Desired) -> None:
         self._say_waiting(wanted)

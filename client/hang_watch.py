@@ -42,12 +42,12 @@ class HangWatch:
         self._sockets: WorkerSockets | None = None
         self._speakers: dict[LocalRank, int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_s = 0.0
         self._due_s = 0.0
 
-    @property
-    def step(self) -> int | None:
-        """The furthest that a worker of the latest cycle told."""
-        return self._watch.step
+    def step(self, cycle: CycleNumber) -> int | None:
+        """The furthest that a worker of this cycle told; None where it is not the latest that was begun here."""
+        return self._watch.step if cycle == self._cycle else None
 
     def speaker(self, rank: LocalRank) -> int | None:
         """The process that spoke last for a worker: itself, or one below it where that is a script."""
@@ -64,17 +64,16 @@ class HangWatch:
         except OSError as error:
             log.error("workers cannot tell heartbeats and progress: no sockets in %s: %s", self._runtime_dir, error)
             return []
-        loop = asyncio.get_running_loop()
-        for fd, rank in self._sockets.filenos().items():
-            loop.add_reader(fd, self._on_readable, rank)
         return self._sockets.paths
 
     def started(self, cycle: CycleNumber, ranks: list[LocalRank]) -> None:
-        """A cycle's workers run. What they said before this was known counts."""
+        """A cycle's workers run. What they said before this was known waits to be read."""
         if cycle != self._cycle or self._sockets is None:
             return
         self._watch = hang.begin(self._limits, ranks, time.monotonic())
-        self.look()
+        loop = asyncio.get_running_loop()
+        for fd, rank in self._sockets.filenos().items():
+            loop.add_reader(fd, self._on_readable, rank)
         self._arm()
 
     def ended(self, rank: LocalRank) -> None:
@@ -124,15 +123,15 @@ class HangWatch:
         now_s = time.monotonic()
         deadline_s = hang.next_deadline(self._watch)
         wait_s = LOOK_EVERY_S if deadline_s is None else min(LOOK_EVERY_S, max(0.0, deadline_s - now_s))
-        self._due_s = now_s + wait_s
+        self._armed_s, self._due_s = now_s, now_s + wait_s
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         now_s = time.monotonic()
-        late_s = now_s - self._due_s
-        if late_s > LATE_S:
-            self._watch = hang.extend(self._watch, late_s)
+        if now_s - self._due_s > LATE_S:
+            # When the agent was stalled nobody knows: all the time since its timer was set is given back.
+            self._watch = hang.extend(self._watch, now_s - self._armed_s)
         self.look()
         hung = hang.find_hung(self._watch, now_s)
         if hung and self._cycle is not None:

@@ -18,6 +18,7 @@ from nvrx.core.ids import CycleNumber, GlobalRank, LocalRank, global_rank
 from nvrx.core.ranks import Assignment
 
 from .hang_watch import HangWatch
+from .processes import read_stat
 from .stacks import PROGRAM, Stack, append_stack, find_py_spy, take_stack
 from .supervisor_link import Spawned
 from .worker_files import WorkerFiles
@@ -100,7 +101,9 @@ class Hangs:
 
     async def _take(self, running: _Running, py_spy: str, one: WorkerExit) -> None:
         rank = self._rank(running, one.local_rank)
-        pid = self.watch.speaker(one.local_rank) or running.pids[one.local_rank]
+        pid = self.watch.speaker(one.local_rank)
+        if pid is None or read_stat(pid) is None:
+            pid = running.pids[one.local_rank]
         found = await take_stack(py_spy, pid, self._env)
         if not found.text:
             log.warning("no stack of rank %d (pid %d): %s", rank, pid, found.problem)
