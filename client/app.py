@@ -39,6 +39,7 @@ from .supervisor_link import (
     Exited,
     Gone,
     Identity,
+    Note,
     Spawned,
     SpawnRefused,
     Stuck,
@@ -50,7 +51,7 @@ from .supervisor_link import (
 )
 from .worker_environment import Place
 from .worker_files import WorkerFiles
-from .worker_specs import describe_place, worker_specs
+from .worker_specs import describe_place, prewarm, worker_specs
 from .worker_start import signal_name
 
 log = logging.getLogger("nvrx.node")
@@ -329,6 +330,8 @@ class NodeAgent:
                 self._observe(machine.TreeGone(CycleNumber(event.cycle or 0)))
             case Waiting():
                 log.warning("waiting for the workers of an earlier agent of this node to end (%s)", event.holder_pid)
+            case Note():
+                log.log(logging.WARNING if event.is_problem else logging.INFO, "%s", event.text)
             case Stuck():
                 log.error("processes %s survive SIGKILL; waiting for the kernel to end them", list(event.pids))
             case SupervisorDied():
@@ -453,6 +456,7 @@ async def run_node(config: NodeConfig, version: str) -> int:
         link = await SupervisorLink.start(config.runtime_dir, key, identity, stop_grace_s=config.options.stop_grace_s)
     except SupervisorError as error:
         raise Failed(f"cannot start the supervisor of workers: {error}") from error
+    prewarm(link, config)
     coordinator = Coordinator(config.options.coordinators, config.options.token)
     try:
         return await NodeAgent(config, coordinator, link, version).run()

@@ -24,6 +24,7 @@ from . import processes
 from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 from .supervisor_record import MARKER_NAME, Record, RecordError, RunningWorker, marker
 from .tree_stop import TreeStop
+from .warm import Born, Warmth, WarmWish
 from .worker_start import Command, Ended, NotStarted, describe_end, start_worker
 
 # What is left of the grace when the agent is gone: all must have ended 5 s after it.
@@ -55,7 +56,7 @@ _CRASHED = 70  # EX_SOFTWARE
 class _Worker:
     running: RunningWorker
     cycle: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None: born warm
 
 
 class Supervisor:
@@ -69,6 +70,7 @@ class Supervisor:
         own = processes.read_stat(os.getpid())
         assert own is not None
         self._marker = marker(own.id).partition(b"=")[2]
+        self._warmth = Warmth(self._selector, self._note, {MARKER_NAME.encode(): self._marker})
         self._grace_s = _ORPHANED_GRACE_S
         self._agent_alive = True
         self._closing = False
@@ -93,6 +95,7 @@ class Supervisor:
             "stop": lambda message: self._begin_stop(float(message["grace_s"])),
             "kill": lambda _: self._begin_stop(0.0),
             "signal": self._on_signal,
+            "prewarm": self._on_prewarm,
             "close": self._on_close,
         }
 
@@ -109,7 +112,10 @@ class Supervisor:
                 self._say_stuck(self._stop.step(now_s))
             if self._take_over_at_s is not None and now_s >= self._take_over_at_s:
                 self._take_over(now_s)
+            if self._may_warm:
+                self._warmth.step(now_s)
             self._watch_unsent()
+        self._warmth.end()
         if self._record is not None and self._locked:
             self._record.forget()
         self._channel.close()
@@ -133,7 +139,14 @@ class Supervisor:
         due = [self._take_over_at_s] if self._take_over_at_s is not None else []
         if self._stop is not None:
             due.append(self._stop.next_step_s)
+        if self._may_warm and self._warmth.next_step_s is not None:
+            due.append(self._warmth.next_step_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
+
+    @property
+    def _may_warm(self) -> bool:
+        """Not while others are to end, nor before those of an earlier agent have."""
+        return self._ready and self._stop is None and not self._closing
 
     def _on_wakeup(self) -> None:
         try:
@@ -228,7 +241,7 @@ class Supervisor:
         if self._closing or self._record is None:
             self._send("refused", cycle=cycle, message="the supervisor is closing or was never greeted")
         elif self._any_left:
-            left = [stat.id.pid for stat in processes.descendants(os.getpid())]
+            left = [stat.id.pid for stat in processes.descendants(os.getpid()) if not self._warmth.spares(stat)]
             reason = f"processes of cycle {self._cycle} are left: {left}"
             self._send("refused", cycle=cycle, message=reason)
         elif not self._ready:
@@ -241,16 +254,22 @@ class Supervisor:
         self._stop = None
         self._any_left = True  # until waitpid says otherwise: also when no worker could be started
         failed: list[tuple[int, NotStarted]] = []
-        for plain in message["workers"]:
+        commands = [self._command(plain) for plain in message["workers"]]
+        born = self._warmth.bear(commands)
+        for plain, command, warm in zip(message["workers"], commands, born, strict=True):
             local_rank = int(plain["local_rank"])
-            process = start_worker(self._command(plain))
+            process = warm or start_worker(command)
             if isinstance(process, NotStarted):
                 failed.append((local_rank, process))
                 continue
             stat = processes.read_stat(process.pid)
             assert stat is not None  # it is our child, and not reaped yet
-            self._workers[process.pid] = _Worker(RunningWorker(local_rank, stat.id), cycle, process)
+            cold = None if isinstance(process, Born) else process
+            self._workers[process.pid] = _Worker(RunningWorker(local_rank, stat.id), cycle, cold)
         self._write_record()
+        for warm in filter(None, born):
+            warm.begin()
+        self._warmth.workers_started(time.monotonic())
         self._send(
             "spawned",
             cycle=cycle,
@@ -259,6 +278,7 @@ class Supervisor:
                     "local_rank": worker.running.local_rank,
                     "pid": worker.running.id.pid,
                     "start_time_ticks": worker.running.id.start_time_ticks,
+                    "warm": worker.process is None,
                 }
                 for worker in self._workers.values()
             ],
@@ -278,6 +298,15 @@ class Supervisor:
             stderr_path=unpack_bytes(plain["stderr"]),
         )
 
+    def _on_prewarm(self, message: Message) -> None:
+        wish = WarmWish(
+            modules=tuple(message["modules"]),
+            argv=tuple(unpack_bytes(argument) for argument in message["argv"]),
+            env={unpack_bytes(name): unpack_bytes(value) for name, value in message["env"].items()},
+            cwd=unpack_bytes(message["cwd"]),
+        )
+        self._warmth.wish(wish, time.monotonic())
+
     def _on_signal(self, message: Message) -> None:
         """Only to workers that handle it: the default action of most signals is to kill."""
         signo = int(message["signo"])
@@ -296,7 +325,7 @@ class Supervisor:
         if not self._any_left:
             self._send("gone", cycle=self._cycle)
         elif self._stop is None:
-            self._stop = TreeStop(now_s, grace_s)
+            self._stop = TreeStop(now_s, grace_s, self._warmth.spares)
         else:
             self._stop.shorten(now_s, grace_s)
 
@@ -311,22 +340,36 @@ class Supervisor:
     def _reap(self) -> bool:
         """Take in all that has ended. True when anything has. No child left means no descendant left."""
         ended = False
-        while self._any_left:
+        while True:
             try:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                self._on_nothing_left()
-                return True
+                nothing_left = True
+                break
             if pid == 0:
+                nothing_left = self._only_the_zygote_is_left()
                 break
             ended = True
-            if (worker := self._workers.pop(pid, None)) is not None:
+            if pid == self._warmth.pid:
+                self._warmth.on_reaped(wait_status, time.monotonic())
+            elif (worker := self._workers.pop(pid, None)) is not None:
                 self._on_worker_ended(worker, wait_status)
+        if self._any_left and nothing_left:
+            self._on_nothing_left()
+            return True
         return ended
+
+    def _only_the_zygote_is_left(self) -> bool:
+        """It is no cycle's process. Whatever else is below us is, or has above it, a child of ours that we
+        have not reaped: so it cannot be missed among our children, whom nobody but us takes away."""
+        if not self._any_left or self._warmth.pid is None:
+            return False
+        return processes.children(os.getpid()) == [self._warmth.pid] and self._warmth.is_clean()
 
     def _on_worker_ended(self, worker: _Worker, wait_status: int) -> None:
         end = describe_end(wait_status)
-        worker.process.returncode = end.exit_code or 0  # reaped here, so that Popen does not wait for it
+        if worker.process is not None:
+            worker.process.returncode = end.exit_code or 0  # reaped here, so that Popen does not wait for it
         # A worker that failed just before its turn to be stopped has failed.
         by_agent = self._stop is not None and self._stop.has_signalled(worker.running.id)
         self._say_exited(worker.cycle, worker.running.local_rank, end, by_agent)
@@ -348,6 +391,9 @@ class Supervisor:
         self._stop = None
         self._write_record()
         self._send("gone", cycle=self._cycle)
+
+    def _note(self, text: str, is_problem: bool) -> None:
+        self._send("note", text=text, is_problem=is_problem)
 
     def _say_stuck(self, pids: list[int]) -> None:
         if pids:

@@ -6,8 +6,8 @@ from nvrx.core.ids import CycleNumber, LocalRank, global_rank
 from nvrx.core.ranks import Assignment
 
 from .config import NodeConfig
-from .supervisor_link import WorkerSpec
-from .worker_environment import Place, WorkerPaths, worker_environment
+from .supervisor_link import SupervisorLink, WorkerSpec
+from .worker_environment import Place, WorkerPaths, with_default_threads, worker_environment
 from .worker_files import WorkerFiles
 
 
@@ -38,6 +38,13 @@ def worker_specs(
             )
         )
     return specs
+
+
+def prewarm(link: SupervisorLink, config: NodeConfig) -> None:
+    """G10: also on a standby, from the agent's first moment; what differs between workers is not known yet."""
+    if config.options.prewarm:
+        env = with_default_threads(config.environment, config.shape.workers_per_node)
+        link.prewarm(config.options.prewarm, config.argv, env, config.working_directory)
 
 
 def describe_place(given: Assignment) -> str:

@@ -9,7 +9,7 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .processes import set_parent_death_signal
@@ -52,8 +52,8 @@ def start_worker(command: Command) -> subprocess.Popen[bytes] | NotStarted:
     """
     with contextlib.ExitStack() as files:
         try:
-            stdout_fd = _open_log(command.stdout_path, files)
-            stderr_fd = _open_log(command.stderr_path, files)
+            stdout_fd = open_log(command.stdout_path, files)
+            stderr_fd = open_log(command.stderr_path, files)
         except (OSError, ValueError) as error:
             return NotStarted(_NOT_RUNNABLE, f"cannot open a log file: {error}")
         try:
@@ -66,19 +66,20 @@ def start_worker(command: Command) -> subprocess.Popen[bytes] | NotStarted:
                 stderr=stderr_fd,
                 close_fds=True,
                 process_group=0,
-                preexec_fn=_before_exec(os.getpid()),
+                preexec_fn=before_exec(os.getpid()),
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return _not_started(command, error)
 
 
-def _open_log(path: bytes, files: contextlib.ExitStack) -> int:
+def open_log(path: bytes, files: contextlib.ExitStack) -> int:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY, _LOG_MODE)
     files.callback(os.close, fd)
     return fd
 
 
-def _before_exec(supervisor_pid: int) -> Callable[[], None]:
+def before_exec(supervisor_pid: int, blocked: Iterable[int] = ()) -> Callable[[], None]:
+    """For a child of the supervisor: to die with it, and to have the signal settings of a fresh process."""
     # Exec resets what has a handler; an ignored signal (as what a terminal sends, here) would stay ignored.
     ignored = [signo for signo in signal.valid_signals() if signal.getsignal(signo) is signal.SIG_IGN]
 
@@ -88,7 +89,7 @@ def _before_exec(supervisor_pid: int) -> Callable[[], None]:
             os._exit(_NOT_RUNNABLE)
         for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     return prepare
 

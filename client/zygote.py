@@ -1,0 +1,477 @@
+"""The zygote: a Python that has imported what workers need, and becomes them by forking. A program of its own.
+
+It runs under the interpreter that the worker command names, which may be another than the agent's (3.9 or
+later) and need not know nvrx: only the standard library here, no siblings, nothing left in `__main__`.
+Must not know: cycles, ranks, the agent. It does what its socket says; the supervisor is the other end.
+
+Forked twice: who is born has the supervisor as its parent, being the orphan of a process that ended at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+LEAST_PYTHON = (3, 9)
+_BOOT = """(lambda s,n:(
+s.flags.isolated or getattr(s.flags,'safe_path',0) or s.path.pop(0),
+exec(compile(open({path}, encoding='utf-8').read(),{path},'exec'),n),
+n['main']({path},{channel_fd}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote'}})"""
+_HEADER_BYTES = 4
+_FDS_PER_WORKER = 3
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_NAME_BYTES = 15
+_STAT_ARG_START, _STAT_ARG_END = 48 - 3, 49 - 3  # fields of /proc/<pid>/stat after the name, from 0
+_ORPHANED_SIGNAL = signal.SIGRTMIN + 8  # the kernel's word that a parent has ended; blocked, only waited for
+_ORPHANED_AGAIN_S = 1.0
+_OUTPUT_LIMIT_BYTES = 64 * 1024
+_HARMLESS_FILES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_UNUSABLE_STATUS = 70
+_LOW_PRIORITY = 19
+# Of imports that write about themselves; those that workers would have seen, had they imported by themselves.
+_STDOUT, _STDERR = 1, 2
+
+Run = Callable[[], None]
+
+
+def boot_text(path: str, channel_fd: int) -> str:
+    """A Python expression that makes a process the zygote. It binds no name: they would be the workers'."""
+    return _BOOT.format(path=ascii(path), channel_fd=channel_fd)
+
+
+def boot_words(boot_fd: int, least_bytes: int) -> list[bytes]:
+    """What stands after the interpreter's options; `boot_text` is read from `boot_fd`.
+
+    Short, as the workers' own command line is written over it, and padded where that is longer.
+    """
+    words = [b"-c", b"eval(open(%d).read())()" % boot_fd]
+    missing = least_bytes - sum(len(word) + 1 for word in words)
+    return [*words, b" " * (missing - 1)] if missing > 0 else words
+
+
+# --- messages: a length, then blobs, each after its length
+
+
+def pack(blobs: Sequence[bytes]) -> bytes:
+    body = b"".join(len(blob).to_bytes(_HEADER_BYTES, "big") + blob for blob in blobs)
+    return len(body).to_bytes(_HEADER_BYTES, "big") + body
+
+
+def unpack(body: bytes) -> list[bytes]:
+    blobs, at = [], 0
+    while at < len(body):
+        start = at + _HEADER_BYTES
+        at = start + int.from_bytes(body[at:start], "big")
+        blobs.append(body[start:at])
+    return blobs
+
+
+def _receive(channel: socket.socket) -> tuple[list[bytes], list[int]]:
+    """The next message and the descriptors that came with it. Ends the process where there is no other end."""
+    space = socket.CMSG_SPACE(_FDS_PER_WORKER * 4)
+    header, ancillary, _, _ = channel.recvmsg(_HEADER_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += [int.from_bytes(data[at : at + 4], sys.byteorder) for at in range(0, len(data) - 3, 4)]
+    if header:
+        header += _exactly(channel, _HEADER_BYTES - len(header))
+        return unpack(_exactly(channel, int.from_bytes(header, "big"))), fds
+    os._exit(0)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = channel.recv(min(count - len(data), 1 << 20))
+        if not more:
+            os._exit(0)
+        data += more
+    return data
+
+
+class Command:
+    """What the workers run: `script` or `module`, its name, and the words after it."""
+
+    def __init__(self, argv: list[str], kind: str, target: str, arguments: list[str]) -> None:
+        self.argv, self.kind, self.target, self.arguments = argv, kind, target, arguments
+
+
+class Order:
+    """One worker to be forked."""
+
+    def __init__(self, blobs: list[bytes], fds: list[int]) -> None:
+        self.cwd, removed = blobs[0], int(blobs[1])
+        self.removed, self.changed = blobs[2 : 2 + removed], blobs[2 + removed :]
+        self.fds = fds  # its standard output, its standard error, its socket to the supervisor
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+# --- the zygote
+
+
+class Zygote:
+    def __init__(self, channel: socket.socket, own_path: str) -> None:
+        self._channel = channel
+        self._own_path = own_path
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._output: dict[int, bytes] = {}
+        self._watched: dict[str, tuple[int, int, int]] = {}
+        with open("/proc/self/comm", "rb") as file:
+            self._name = file.read().rstrip(b"\n")
+        self._set_name(b"nvrx-zygote")
+
+    def serve(self) -> Run:
+        """Returns in a worker alone: what it is to run."""
+        hello, _ = _receive(self._channel)
+        self._supervisor_pid = int(hello[0])
+        if os.getppid() != self._supervisor_pid:  # a wrapper stands between: nothing born here would be its child
+            self._give_up("the command's python starts another process")
+        if sys.version_info[:2] < LEAST_PYTHON:
+            self._give_up(f"Python {sys.version_info[0]}.{sys.version_info[1]} is too old; 3.9 will do")
+        texts = [os.fsdecode(blob) for blob in hello[1:]]
+        modules, argv = texts[2].split(","), texts[3:]
+        words_before = int(texts[1])
+        self._command = Command(argv, texts[0], argv[words_before], argv[words_before + 1 :])
+        self._prepare_path()
+        priority = _lower_priority()
+        with _Quietly(self._libc, self._output):
+            warnings = self._import(modules)
+        if priority is not None:
+            os.setpriority(os.PRIO_PROCESS, 0, priority)
+        for warning in warnings:
+            self._say("warning", warning)
+        self._watch(modules)
+        _let_libraries_end_their_threads()
+        problem = self._problem()
+        if problem:
+            self._give_up(problem)
+        gc.collect()
+        gc.freeze()  # a collection in a worker need not write to what all share
+        self._say("ready", "")
+        return self._fork_when_told()
+
+    def _say(self, kind: str, text: str) -> None:
+        self._channel.sendall(pack([kind.encode(), " ".join(text.split()).encode("utf-8", "replace")[:500]]))
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._say("unusable", why)
+        os._exit(_UNUSABLE_STATUS)
+
+    def _set_name(self, name: bytes) -> None:
+        self._libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name[:_NAME_BYTES]), 0, 0, 0)
+
+    def _prepare_path(self) -> None:
+        """What stands first on the path is what would stand there for the command: imports here look there too."""
+        if not _adds_to_path():
+            return
+        command = self._command
+        first = os.getcwd() if command.kind == "module" else os.path.dirname(os.path.realpath(command.target))
+        hidden = [name for name in sys.modules if os.path.exists(os.path.join(first, f"{name}.py"))]
+        if hidden:
+            self._give_up(f"{hidden[0]}.py in {first} hides a standard module")
+        sys.path.insert(0, first)
+
+    def _import(self, modules: list[str]) -> list[str]:
+        warnings = []
+        for name in modules:
+            try:
+                __import__(name)
+            except BaseException as error:  # noqa: BLE001 - also sys.exit: what does not load costs nothing else
+                warnings.append(f"cannot import {name}: {type(error).__name__}: {error}")
+        return warnings
+
+    def _watch(self, modules: list[str]) -> None:
+        """Remember what the user's own modules looked like, and the named ones."""
+        library = os.path.dirname(os.__file__) + os.sep
+        for name, module in list(sys.modules.items()):
+            path = getattr(module, "__file__", None)
+            if not isinstance(path, str):
+                continue
+            installed = path.startswith(library) or "site-packages" in path or "dist-packages" in path
+            if not installed or name in modules:
+                looks = _looks(path)
+                if looks is not None:
+                    self._watched[path] = looks
+
+    def _problem(self, ours: Sequence[int] = ()) -> str:
+        """Why workers cannot be forked from here; empty where they can. `ours`: descriptors beside the socket."""
+        tasks = len(os.listdir("/proc/self/task"))
+        if tasks != 1:
+            return f"after its imports it has {tasks} threads"
+        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
+            children = file.read().split()
+        if children:
+            return f"its imports left processes running: {b' '.join(children).decode()}"
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > _STDERR and fd not in (self._channel.fileno(), *ours):
+                held = _link(f"/proc/self/fd/{fd}")
+                if held not in ("", *_HARMLESS_FILES):  # "": the one that listed the folder
+                    return f"its imports hold {held} open, which workers would share"
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return "its imports started CUDA"
+        if "grpc" in sys.modules:
+            return "its imports loaded gRPC, which does not bear a fork"
+        return ""
+
+    def _fork_when_told(self) -> Run:
+        orders: list[Order] = []
+        while True:
+            blobs, fds = _receive(self._channel)
+            if blobs[0] == b"worker":
+                orders.append(Order(blobs[1:], fds))
+                continue
+            changed = [path for path, looks in self._watched.items() if _looks(path) != looks]
+            problem = (
+                f"{changed[0]} has changed" if changed else self._problem([fd for order in orders for fd in order.fds])
+            )
+            if problem:
+                self._say("unusable", problem)
+            else:
+                pid = os.fork()
+                if pid == 0:
+                    return self._fork_each(orders)
+                os.waitpid(pid, 0)
+            for order in orders:
+                order.close()
+            orders = []
+
+    def _fork_each(self, orders: list[Order]) -> Run:
+        """In the process between: all are born here, and it ends before any of them begins."""
+        own_pid = os.getpid()
+        try:
+            for order in orders:
+                if os.fork() == 0:
+                    return self._become(order, orders, own_pid)
+        finally:
+            if os.getpid() == own_pid:
+                os._exit(0)
+        raise AssertionError("not reached")
+
+    # --- in a worker
+
+    def _become(self, order: Order, orders: list[Order], midwife_pid: int) -> Run:
+        """Everything that a fresh process would find, then wait for the word to begin."""
+        stdout_fd, stderr_fd, link_fd = order.fds
+        try:
+            for other in orders:
+                if other is not order:
+                    other.close()
+            self._channel.close()
+            os.setpgid(0, 0)
+            self._await_supervisor(midwife_pid)
+            os.chdir(order.cwd)
+            for fd, target in ((stdout_fd, _STDOUT), (stderr_fd, _STDERR)):
+                os.dup2(fd, target)
+                os.close(fd)
+            for name in order.removed:
+                os.environb.pop(name, None)
+            for entry in order.changed:
+                name, _, value = entry.partition(b"=")
+                os.environb[name] = value
+            self._show_command_line()
+            self._set_name(self._name)
+            _reopen(sys.stdout, _STDOUT, "<stdout>")
+            _reopen(sys.stderr, _STDERR, "<stderr>")
+            _renew_randomness()
+            run = self._command_to_run()
+            os.write(link_fd, str(os.getpid()).encode() + b"\n")
+            told = os.read(link_fd, 1)
+        except BaseException:  # noqa: BLE001 - a worker that is not complete must not begin
+            os._exit(_UNUSABLE_STATUS)  # its socket falls silent, and the supervisor starts this one cold
+        if not told:
+            os._exit(_UNUSABLE_STATUS)
+        os.close(link_fd)
+        for fd, output in self._output.items():
+            os.write(fd, output)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        return run
+
+    def _await_supervisor(self, midwife_pid: int) -> None:
+        """Until the supervisor is the parent; from then on its death is ours."""
+        self._libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_ORPHANED_SIGNAL), 0, 0, 0)
+        while os.getppid() == midwife_pid:
+            signal.sigtimedwait([_ORPHANED_SIGNAL], _ORPHANED_AGAIN_S)
+        signal.sigtimedwait([_ORPHANED_SIGNAL], 0)  # it may have ended before we looked: nothing is to be pending
+        self._libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != self._supervisor_pid:
+            os._exit(_UNUSABLE_STATUS)
+
+    def _show_command_line(self) -> None:
+        """In ps; where ours was longer, empty words are left at the end."""
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        start, end = int(fields[_STAT_ARG_START]), int(fields[_STAT_ARG_END])
+        text = b"".join(os.fsencode(word) + b"\0" for word in self._command.argv)
+        with open("/proc/self/cmdline", "rb") as file:
+            shown = file.read()
+        if start and len(shown) == end - start and len(text) <= len(shown) and ctypes.string_at(start, 6) == shown[:6]:
+            ctypes.memmove(start, text.ljust(len(shown), b"\0"), len(shown))
+
+    def _command_to_run(self) -> Run:
+        command = self._command
+        sys.orig_argv[:] = command.argv if hasattr(sys, "orig_argv") else []
+        if command.kind == "module":
+            import runpy
+
+            sys.argv[:] = ["-m", *command.arguments]
+            return self._guarded(lambda: runpy._run_module_as_main(command.target))  # type: ignore[attr-defined]
+        sys.argv[:] = [command.target, *command.arguments]
+        path = os.path.join(os.getcwd(), command.target)
+        with open(path, "rb") as file:
+            source = file.read()
+        main = sys.modules["__main__"]
+        from importlib.machinery import SourceFileLoader
+
+        main.__dict__.pop("__warningregistry__", None)  # of the boot
+        main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+        if sys.version_info < (3, 15):
+            main.__dict__["__cached__"] = None
+        return self._guarded(lambda: exec(compile(source, path, "exec", dont_inherit=True), main.__dict__))
+
+    def _guarded(self, run: Run) -> Run:
+        """The same, but whatever comes out is shown without our frames; what becomes of it is the interpreter's."""
+        own = (self._own_path, "<string>")
+
+        def guarded() -> None:
+            try:
+                run()
+            except BaseException:
+                hook = sys.excepthook
+
+                def show(kind: Any, error: BaseException, trace: Any) -> None:
+                    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+                        trace = trace.tb_next
+                    sys.last_traceback = trace
+                    sys.excepthook = hook
+                    hook(kind, error.with_traceback(trace), trace)
+
+                sys.excepthook = show
+                raise
+
+        return guarded
+
+
+class _Quietly:
+    """While modules are imported their output goes into memory: each worker then has it, as if it had imported."""
+
+    def __init__(self, libc: ctypes.CDLL, output: dict[int, bytes]) -> None:
+        self._libc, self._output = libc, output
+
+    def __enter__(self) -> None:
+        self._kept = {fd: (os.dup(fd), os.memfd_create("nvrx-output")) for fd in (_STDOUT, _STDERR)}
+        for fd, (_, memory_fd) in self._kept.items():
+            os.dup2(memory_fd, fd)
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._libc.fflush(None)
+        for fd, (kept_fd, memory_fd) in self._kept.items():
+            output = os.pread(memory_fd, _OUTPUT_LIMIT_BYTES, 0)
+            if output:
+                self._output[fd] = output
+            os.dup2(kept_fd, fd)
+            os.close(kept_fd)
+            os.close(memory_fd)
+
+
+def _let_libraries_end_their_threads() -> None:
+    """Those that know of fork (OpenBLAS) end their threads before one, and start them again when needed."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _lower_priority() -> int | None:
+    """Leave the processors to others meanwhile; the priority to go back to. Not where there is no way back."""
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, priority + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, priority)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1] != 0:
+        return None
+    os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
+    return priority
+
+
+def _adds_to_path() -> bool:
+    return not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+
+
+def _looks(path: str) -> tuple[int, int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _reopen(stream: Any, fd: int, name: str) -> None:
+    """The same object, as it would be had it been made for what the descriptor is now: others may hold it."""
+    if type(stream) is not io.TextIOWrapper:
+        return
+    buffer: Any = stream.buffer
+    raw = getattr(buffer, "raw", buffer)
+    stream.flush()
+    settings = {"encoding": stream.encoding, "errors": stream.errors, "newline": "\n"}
+    line_buffering, write_through = stream.line_buffering, stream.write_through
+    raw.__init__(fd, "wb", closefd=False)
+    raw.name = name
+    if buffer is not raw:
+        buffer.__init__(raw, max(raw._blksize, 2))
+    stream.__init__(buffer, **settings, line_buffering=line_buffering, write_through=write_through)  # type: ignore[misc]
+    stream.mode = "w"  # type: ignore[misc]
+
+
+def _renew_randomness() -> None:
+    """What each process draws from the system when it imports; `random` does it itself at a fork."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile._name_sequence = None  # type: ignore[attr-defined]
+    logging = sys.modules.get("logging")
+    if logging is not None:
+        import time
+
+        at = time.time_ns() if sys.version_info >= (3, 13) else time.time()
+        logging._startTime = at  # type: ignore[attr-defined]
+
+
+def main(own_path: str, channel_fd: int) -> Run:
+    """Returns in workers alone."""
+    os.set_inheritable(channel_fd, False)
+    return Zygote(socket.socket(fileno=channel_fd), own_path).serve()
