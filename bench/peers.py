@@ -71,7 +71,7 @@ class Peer(ABC):
         """The pidfds, with names, of the processes that must not end."""
         return {handle: name for handle, name in self._pidfds.items() if name != without_node}
 
-    def await_readiness(self, deadline_s: float) -> None:
+    def await_readiness(self, deadline_s: float) -> None:  # noqa: B027 - most prepare nothing
         """Until what this peer prepares in the background is prepared. Raises NotRecovered."""
 
     def stop(self) -> None:

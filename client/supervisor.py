@@ -305,7 +305,7 @@ class Supervisor:
             env={unpack_bytes(name): unpack_bytes(value) for name, value in message["env"].items()},
             cwd=unpack_bytes(message["cwd"]),
         )
-        self._warmth.wish(wish, time.monotonic())
+        self._warmth.wish(wish, time.monotonic() + float(message["after_s"]))
 
     def _on_signal(self, message: Message) -> None:
         """Only to workers that handle it: the default action of most signals is to kill."""

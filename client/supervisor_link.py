@@ -205,8 +205,10 @@ class SupervisorLink:
         # Shielded: when the caller is cancelled the answer still comes, and the next spawn must not take it.
         return await asyncio.shield(self._spawning)
 
-    def prewarm(self, modules: Sequence[str], argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """From now on keep a process ready that has imported `modules`, and fork from it workers of this command.
+    def prewarm(
+        self, modules: Sequence[str], argv: Sequence[str], env: Mapping[str, str], cwd: str, *, after_s: float = 0.0
+    ) -> None:
+        """From `after_s` on keep a process ready that has imported `modules`, and fork from it workers of this command.
 
         Of `env` only what all workers have in common counts. Notes say what becomes of it.
         """
@@ -217,6 +219,7 @@ class SupervisorLink:
                 "argv": [pack_bytes(argument) for argument in argv],
                 "env": {pack_bytes(name): pack_bytes(value) for name, value in env.items()},
                 "cwd": pack_bytes(cwd),
+                "after_s": after_s,
             }
         )
 

@@ -35,6 +35,7 @@ AFTER_WORKERS_S = 10.0
 _OLD_AFTER_S = 3600.0
 _BACKOFF_LEAST_S = 10.0
 _BACKOFF_MOST_S = 600.0
+_ENDED_IMPORTING_LIMIT = 3
 # From the order to the last worker's word; tens of milliseconds where nothing is wrong.
 _BORN_WITHIN_S = 3.0
 _KILL_PASSES_LIMIT = 100
@@ -42,6 +43,7 @@ _ENDED_WITHIN_S = 5.0
 _ENDED_AGAIN_S = 0.01
 _READ_BYTES = 64 * 1024
 _BEGIN = b"g"
+_LEAST_TIMEOUT_S = 0.001  # none would mean: do not wait at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Warmth:
         self._due_s: float | None = None  # when to start one, or to replace the one that is ready
         self._backoff_s = _BACKOFF_LEAST_S
         self._said: set[str] = set()
+        self._ended_importing = 0  # in a row
 
     # --- what the supervisor has to know
 
@@ -120,15 +123,15 @@ class Warmth:
 
     # --- its life
 
-    def wish(self, wish: WarmWish, now_s: float) -> None:
-        """Begin. Says so in one line where this command cannot be warmed."""
+    def wish(self, wish: WarmWish, at_s: float) -> None:
+        """Begin at `at_s`. Says in one line where this command cannot be warmed."""
         command = read_command(wish.argv)
         if isinstance(command, NotWarm):
             self._say(f"workers are not warmed: {command.reason}")
             return
         self._wish, self._command = wish, command
         self._env = shared_environment(wish.env) | self._extra_env
-        self._due_s = now_s
+        self._due_s = at_s
 
     def step(self, now_s: float) -> None:
         """Call when `next_step_s` is due."""
@@ -151,7 +154,12 @@ class Warmth:
         self._process.returncode = end.exit_code or 0  # reaped, so that Popen does not wait for it
         self._process = None
         self._hang_up()
-        if self._state is not _State.ENDING:
+        if self._state is _State.IMPORTING:
+            self._ended_importing += 1
+        if self._ended_importing == _ENDED_IMPORTING_LIMIT:
+            self._say(f"workers are not warmed: the warm process ends while it imports ({end.message})")
+            self._wish = self._due_s = None
+        elif self._state is not _State.ENDING:
             self._say(f"the warm process ended ({end.message}); workers start cold until there is another")
             self._again_later(now_s)
 
@@ -176,7 +184,7 @@ class Warmth:
         ours, theirs = socket.socketpair()
         boot_fd = os.memfd_create("nvrx-zygote", 0)
         with theirs, open(boot_fd, "r+b", buffering=0) as boot:
-            boot.write(zygote.boot_text(zygote.__file__, theirs.fileno()).encode("ascii"))
+            boot.write(zygote.boot_text(zygote.__file__, theirs.fileno(), self._told()).encode("ascii"))
             boot.seek(0)
             argv = _zygote_argv(self._command, boot_fd)
             try:
@@ -200,16 +208,15 @@ class Warmth:
         self._state = _State.IMPORTING
         self._socket = ours
         self._incoming.clear()
-        self._send(
-            [
-                str(os.getpid()).encode(),
-                self._command.kind.encode(),
-                str(self._command.words_before).encode(),
-                ",".join(self._wish.modules).encode(),
-                *self._command.argv,
-            ]
-        )
         self._selector.register(ours, selectors.EVENT_READ, self._on_readable)
+
+    def _told(self) -> list[bytes]:
+        """What a zygote is told of its task."""
+        assert self._wish is not None
+        assert self._command is not None
+        modules = ",".join(self._wish.modules).encode()
+        place = str(self._command.words_before).encode()
+        return [str(os.getpid()).encode(), modules, self._command.kind.encode(), place, *self._command.argv]
 
     def _again_later(self, now_s: float) -> None:
         self._due_s = now_s + self._backoff_s
@@ -275,6 +282,7 @@ class Warmth:
             self._say_once(f"--prewarm: {text}")
         elif kind == b"ready":
             self._state = _State.READY
+            self._ended_importing = 0
             self._backoff_s = _BACKOFF_LEAST_S
             self._due_s = now_s + _OLD_AFTER_S
             self._tell(f"the warm process is ready (pid {self.pid}; {', '.join(self._wish.modules)})", False)
@@ -306,14 +314,20 @@ class Warmth:
                 self._say_once(f"workers start cold: {change.reason}")
                 return cold
             changes.append(change)
-        links = [self._order(command, change) for command, change in zip(commands, changes, strict=True)]
-        if not any(links) or not self._send([b"fork"]):
-            return cold
-        born = _await_birth(links, time.monotonic() + _BORN_WITHIN_S)
-        late = [link for link, one in zip(links, born, strict=True) if link is not None and one is None]
+        deadline_s = time.monotonic() + _BORN_WITHIN_S
+        links: list[socket.socket | None] = []
+        try:
+            for command, change in zip(commands, changes, strict=True):
+                links.append(self._order(command, change, deadline_s))
+            self._send([b"fork"], deadline_s)
+            born = _await_birth(links, deadline_s)
+        except OSError:  # it has ended, or is stuck: then nobody was told to fork
+            _close_all(links)
+            born = cold
+        late = sum(one is None for one in born)
         if late:
             # Their sockets are closed by now: whoever of them comes to be ends at once. None is to hang on below.
-            self._say(f"{len(late)} of {len(links)} workers did not come from the warm process: they start cold")
+            self._say(f"{late} of {len(born)} workers did not come from the warm process: they start cold")
             if self._state is _State.READY and not self._has_word():
                 self._replace(time.monotonic())
         return born
@@ -327,34 +341,31 @@ class Warmth:
             return NotWarm("their folder is another than at the start")
         return environment_change(self._env, command.env)
 
-    def _order(self, command: Command, change: EnvironmentChange) -> socket.socket | None:
-        """None where its outputs cannot be opened: started cold, it will say why."""
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as stack:
-            stack.callback(theirs.close)
+    def _order(self, command: Command, change: EnvironmentChange, deadline_s: float) -> socket.socket | None:
+        """None where its outputs cannot be opened: started cold, it will say why. Raises OSError."""
+        with contextlib.ExitStack() as files:
             try:
-                fds = [open_log(path, stack) for path in (command.stdout_path, command.stderr_path)]
+                fds = [open_log(path, files) for path in (command.stdout_path, command.stderr_path)]
             except (OSError, ValueError):
-                ours.close()
                 return None
+            ours, theirs = socket.socketpair()
+            files.callback(theirs.close)
             entries = [name + b"=" + value for name, value in change.set]
             blobs = [b"worker", command.cwd, str(len(change.removed)).encode(), *change.removed, *entries]
-            if self._send(blobs, [*fds, theirs.fileno()]):
-                return ours
-        ours.close()
-        return None
+            try:
+                self._send(blobs, deadline_s, [*fds, theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+            return ours
 
-    def _send(self, blobs: Sequence[bytes], fds: Sequence[int] = ()) -> bool:
-        """False where it does not take it: it has ended, or is stuck."""
+    def _send(self, blobs: Sequence[bytes], deadline_s: float, fds: Sequence[int] = ()) -> None:
+        """Raises OSError where it does not take it in time."""
         assert self._socket is not None
         data = memoryview(zygote.pack(blobs))
-        self._socket.settimeout(_BORN_WITHIN_S)
-        try:
-            sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
-            self._socket.sendall(data[sent:])
-        except OSError:
-            return False
-        return True
+        self._socket.settimeout(max(_LEAST_TIMEOUT_S, deadline_s - time.monotonic()))
+        sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
+        self._socket.sendall(data[sent:])
 
     def _has_word(self) -> bool:
         """Whether it has said why: then that decides what becomes of it."""
@@ -391,10 +402,14 @@ def _await_birth(links: Sequence[socket.socket | None], deadline_s: float) -> li
                 assert link is not None
                 selector.unregister(link)
                 born[key.data] = _born(link)
-    for link, one in zip(links, born, strict=True):
-        if link is not None and one is None:
-            link.close()
+    _close_all([link for link, one in zip(links, born, strict=True) if one is None])
     return born
+
+
+def _close_all(links: Sequence[socket.socket | None]) -> None:
+    for link in links:
+        if link is not None:
+            link.close()
 
 
 def _born(link: socket.socket) -> Born | None:

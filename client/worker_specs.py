@@ -10,6 +10,9 @@ from .supervisor_link import SupervisorLink, WorkerSpec
 from .worker_environment import Place, WorkerPaths, with_default_threads, worker_environment
 from .worker_files import WorkerFiles
 
+PREWARM_AFTER_S = 3.0
+"""From the start of an agent: where a cycle begins at once, its workers' own start goes first."""
+
 
 def worker_specs(
     config: NodeConfig, files: WorkerFiles, place: Place, given: Assignment, failed: CycleNumber | None
@@ -44,7 +47,7 @@ def prewarm(link: SupervisorLink, config: NodeConfig) -> None:
     """G10: also on a standby, from the agent's first moment; what differs between workers is not known yet."""
     if config.options.prewarm:
         env = with_default_threads(config.environment, config.shape.workers_per_node)
-        link.prewarm(config.options.prewarm, config.argv, env, config.working_directory)
+        link.prewarm(config.options.prewarm, config.argv, env, config.working_directory, after_s=PREWARM_AFTER_S)
 
 
 def describe_place(given: Assignment) -> str:

@@ -17,13 +17,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 LEAST_PYTHON = (3, 9)
 _BOOT = """(lambda s,n:(
 s.flags.isolated or getattr(s.flags,'safe_path',0) or s.path.pop(0),
 exec(compile(open({path}, encoding='utf-8').read(),{path},'exec'),n),
-n['main']({path},{channel_fd}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote'}})"""
+n['main']({path},{channel_fd},{told}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote'}})"""
 _HEADER_BYTES = 4
 _FDS_PER_WORKER = 3
 _PR_SET_PDEATHSIG = 1
@@ -39,12 +39,13 @@ _LOW_PRIORITY = 19
 # Of imports that write about themselves; those that workers would have seen, had they imported by themselves.
 _STDOUT, _STDERR = 1, 2
 
-Run = Callable[[], None]
+if TYPE_CHECKING:
+    Run = Callable[[], None]
 
 
-def boot_text(path: str, channel_fd: int) -> str:
+def boot_text(path: str, channel_fd: int, told: list[bytes]) -> str:
     """A Python expression that makes a process the zygote. It binds no name: they would be the workers'."""
-    return _BOOT.format(path=ascii(path), channel_fd=channel_fd)
+    return _BOOT.format(path=ascii(path), channel_fd=channel_fd, told=ascii(told))
 
 
 def boot_words(boot_fd: int, least_bytes: int) -> list[bytes]:
@@ -132,27 +133,28 @@ class Zygote:
             self._name = file.read().rstrip(b"\n")
         self._set_name(b"nvrx-zygote")
 
-    def serve(self) -> Run:
-        """Returns in a worker alone: what it is to run."""
-        hello, _ = _receive(self._channel)
-        self._supervisor_pid = int(hello[0])
+    def serve(self, told: list[bytes]) -> Run:
+        """Returns in a worker alone: what it is to run.
+
+        `told`: the supervisor's pid, modules with commas, `script` or `module`, how many words stand before its name,
+        and the words of the command.
+        """
+        self._supervisor_pid = int(told[0])
         if os.getppid() != self._supervisor_pid:  # a wrapper stands between: nothing born here would be its child
             self._give_up("the command's python starts another process")
         if sys.version_info[:2] < LEAST_PYTHON:
             self._give_up(f"Python {sys.version_info[0]}.{sys.version_info[1]} is too old; 3.9 will do")
-        texts = [os.fsdecode(blob) for blob in hello[1:]]
-        modules, argv = texts[2].split(","), texts[3:]
-        words_before = int(texts[1])
-        self._command = Command(argv, texts[0], argv[words_before], argv[words_before + 1 :])
+        modules, kind, place, *argv = (os.fsdecode(blob) for blob in told[1:])
+        self._command = Command(argv, kind, argv[int(place)], argv[int(place) + 1 :])
         self._prepare_path()
         priority = _lower_priority()
         with _Quietly(self._libc, self._output):
-            warnings = self._import(modules)
+            warnings = self._import(modules.split(","))
         if priority is not None:
             os.setpriority(os.PRIO_PROCESS, 0, priority)
         for warning in warnings:
             self._say("warning", warning)
-        self._watch(modules)
+        self._watch(modules.split(","))
         _let_libraries_end_their_threads()
         problem = self._problem()
         if problem:
@@ -322,7 +324,10 @@ class Zygote:
 
     def _command_to_run(self) -> Run:
         command = self._command
-        sys.orig_argv[:] = command.argv if hasattr(sys, "orig_argv") else []
+        if hasattr(sys, "orig_argv"):
+            sys.orig_argv[:] = command.argv
+        main = sys.modules["__main__"]
+        main.__dict__.pop("__warningregistry__", None)  # of the boot
         if command.kind == "module":
             import runpy
 
@@ -332,10 +337,8 @@ class Zygote:
         path = os.path.join(os.getcwd(), command.target)
         with open(path, "rb") as file:
             source = file.read()
-        main = sys.modules["__main__"]
         from importlib.machinery import SourceFileLoader
 
-        main.__dict__.pop("__warningregistry__", None)  # of the boot
         main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
         if sys.version_info < (3, 15):
             main.__dict__["__cached__"] = None
@@ -471,7 +474,7 @@ def _renew_randomness() -> None:
         logging._startTime = at  # type: ignore[attr-defined]
 
 
-def main(own_path: str, channel_fd: int) -> Run:
+def main(own_path: str, channel_fd: int, told: list[bytes]) -> Run:
     """Returns in workers alone."""
     os.set_inheritable(channel_fd, False)
-    return Zygote(socket.socket(fileno=channel_fd), own_path).serve()
+    return Zygote(socket.socket(fileno=channel_fd), own_path).serve(told)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from nvrx.client.supervisor_link import Identity, SupervisorLink, WorkerSpec
+from nvrx.client.supervisor_link import Identity, Note, SupervisorLink, WorkerSpec
 
 
 def start_holder_of_all_descriptors() -> int:
@@ -21,8 +21,14 @@ def start_holder_of_all_descriptors() -> int:
 async def main() -> None:
     order = json.loads(sys.argv[1])
     link = await SupervisorLink.start(order["runtime_dir"], order["key"], Identity("run", "node", "1"))
-    spawned = await link.spawn(0, [WorkerSpec(**worker) for worker in order["workers"]])
+    workers = [WorkerSpec(**worker) for worker in order["workers"]]
+    if "prewarm" in order:
+        link.prewarm(order["prewarm"], workers[0].argv, workers[0].env, workers[0].cwd)
+        while not (isinstance(event := await link.events.get(), Note) and "is ready" in event.text):
+            pass
+    spawned = await link.spawn(0, workers)
     told = {"supervisor_pid": link.pid, "worker_pids": [worker.pid for worker in spawned.workers]}
+    told["warm"] = [worker.warm for worker in spawned.workers]
     if order["leak_descriptors"]:
         told["leaking_pid"] = start_holder_of_all_descriptors()
     print(json.dumps(told), flush=True)
