@@ -186,4 +186,4 @@ class NvrxWarm(Nvrx):
                 time.sleep(_LOOK_AGAIN_S)
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (NvrxWarm, Nvrx, Torchrun, Floor)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Nvrx, NvrxWarm, Torchrun, Floor)}

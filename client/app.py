@@ -317,6 +317,9 @@ class NodeAgent:
     def _on_supervisor(self, event: Event) -> None:
         match event:
             case Spawned():
+                if self._config.options.prewarm:
+                    warm = sum(worker.warm for worker in event.workers)
+                    log.info("cycle %d: %d of %d workers forked warm", event.cycle, warm, len(event.workers))
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
                 if self._agent.desired is not None:
                     self._fetch_maps(self._agent.desired, after_s=random.uniform(*FETCH_MAP_AFTER_S))

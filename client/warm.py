@@ -104,22 +104,25 @@ class Warmth:
 
     @property
     def next_step_s(self) -> float | None:
-        return self._due_s
+        """None while one is ending: its end is an event."""
+        is_ending = self._process is not None and self._state is _State.ENDING
+        return None if is_ending else self._due_s
 
     def spares(self, stat: ProcessStat) -> bool:
         """True for the zygote, which is no worker's; what is below it, if anything, is not to be looked at."""
         return stat.id.pid == self.pid
 
     def is_clean(self) -> bool:
-        """Nothing runs below a zygote that is ready. Where something does, all of it is ended, and the answer is no.
+        """Nothing runs below a zygote that may have forked. Where something does, all of it is ended; it is no for now.
 
         One that still imports may have helpers, as ldconfig: it has never been told to fork.
         """
-        if self._state is _State.READY and self.pid is not None and any(map(is_running, descendants(self.pid))):
+        if self._state is _State.IMPORTING or self.pid is None or not any(map(is_running, descendants(self.pid))):
+            return True
+        if self._state is _State.READY:
             self._say("the warm process has processes below it, and is replaced")
             self._replace(time.monotonic())
-            return False
-        return True
+        return False
 
     # --- its life
 
@@ -305,7 +308,7 @@ class Warmth:
         if self._wish is None:
             return cold
         if self._state is not _State.READY or self._socket is None:
-            self._say("the warm process is not ready: workers start cold")
+            self._tell("the warm process is not ready: workers start cold", False)
             return cold
         changes = []
         for command in commands:

@@ -9,6 +9,7 @@ Forked twice: who is born has the supervisor as its parent, being the orphan of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import io
@@ -212,10 +213,9 @@ class Zygote:
         tasks = len(os.listdir("/proc/self/task"))
         if tasks != 1:
             return f"after its imports it has {tasks} threads"
-        with open(f"/proc/self/task/{os.getpid()}/children", "rb") as file:
-            children = file.read().split()
+        children = _children()
         if children:
-            return f"its imports left processes running: {b' '.join(children).decode()}"
+            return f"its imports left processes running: {children}"
         for fd in map(int, os.listdir("/proc/self/fd")):
             if fd > _STDERR and fd not in (self._channel.fileno(), *ours):
                 held = _link(f"/proc/self/fd/{fd}")
@@ -287,6 +287,7 @@ class Zygote:
             self._set_name(self._name)
             _reopen(sys.stdout, _STDOUT, "<stdout>")
             _reopen(sys.stderr, _STDERR, "<stderr>")
+            sys.path_importer_cache.clear()  # folders are listed anew: what was added meanwhile is found
             _renew_randomness()
             run = self._command_to_run()
             os.write(link_fd, str(os.getpid()).encode() + b"\n")
@@ -380,7 +381,9 @@ class _Quietly:
 
     def __exit__(self, *_: object) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            # An import may have put something else in its place, or closed it.
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                stream.flush()
         self._libc.fflush(None)
         for fd, (kept_fd, memory_fd) in self._kept.items():
             output = os.pread(memory_fd, _OUTPUT_LIMIT_BYTES, 0)
@@ -426,6 +429,15 @@ def _looks(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _children() -> str:
+    """Their pids; nothing where the kernel does not tell (the supervisor looks as well)."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _link(path: str) -> str:

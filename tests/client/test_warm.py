@@ -321,3 +321,13 @@ async def test_a_command_that_cannot_be_warmed_is_said_once_and_runs(bench: Benc
     assert (await note(link, "workers are not warmed: (.*)"))[1].startswith("bash is no python")
     assert (await run(bench, link, worker, warm=False)).out == "ran\n"
     assert link.events.empty()
+
+
+async def test_cycles_leave_no_descriptor_behind(bench: Bench) -> None:
+    worker = python(bench, "")
+    link, zygote = await warm_link(bench, worker)
+    descriptors = []
+    for _ in range(10):
+        await run(bench, link, worker, warm=True)
+        descriptors.append([len(os.listdir(f"/proc/{pid}/fd")) for pid in (link.pid, zygote)])
+    assert descriptors == [descriptors[0]] * 10
