@@ -20,6 +20,7 @@ from enum import Enum
 
 from . import zygote
 from .processes import ProcessStat, descendants, is_running, read_stat, send_signals
+from .warm_binding import WarmBinding, unwrap
 from .warm_command import (
     EnvironmentChange,
     NotWarm,
@@ -66,6 +67,12 @@ class Born:
     def begin(self) -> None:
         with contextlib.suppress(OSError), self.link:  # it may have been killed meanwhile
             self.link.sendall(_BEGIN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    change: EnvironmentChange
+    binding: WarmBinding
 
 
 class _State(Enum):
@@ -187,7 +194,7 @@ class Warmth:
         ours, theirs = socket.socketpair()
         boot_fd = os.memfd_create("nvrx-zygote", 0)
         with theirs, open(boot_fd, "r+b", buffering=0) as boot:
-            boot.write(zygote.boot_text(zygote.__file__, theirs.fileno(), self._told()).encode("ascii"))
+            boot.write(zygote.boot_text(theirs.fileno(), self._told()).encode("ascii"))
             boot.seek(0)
             argv = _zygote_argv(self._command, boot_fd)
             try:
@@ -310,18 +317,18 @@ class Warmth:
         if self._state is not _State.READY or self._socket is None:
             self._tell("the warm process is not ready: workers start cold", False)
             return cold
-        changes = []
+        plans = []
         for command in commands:
-            change = self._fits(command)
-            if isinstance(change, NotWarm):
-                self._say_once(f"workers start cold: {change.reason}")
+            plan = self._fits(command)
+            if isinstance(plan, NotWarm):
+                self._say_once(f"workers start cold: {plan.reason}")
                 return cold
-            changes.append(change)
+            plans.append(plan)
         deadline_s = time.monotonic() + _BORN_WITHIN_S
         links: list[socket.socket | None] = []
         try:
-            for command, change in zip(commands, changes, strict=True):
-                links.append(self._order(command, change, deadline_s))
+            for command, plan in zip(commands, plans, strict=True):
+                links.append(self._order(command, plan, deadline_s))
             self._send([b"fork"], deadline_s)
             born = _await_birth(links, deadline_s)
         except OSError:  # it has ended, or is stuck: then nobody was told to fork
@@ -335,16 +342,17 @@ class Warmth:
                 self._replace(time.monotonic())
         return born
 
-    def _fits(self, command: Command) -> EnvironmentChange | NotWarm:
+    def _fits(self, command: Command) -> _Plan | NotWarm:
         assert self._wish is not None
-        if tuple(command.argv) != self._wish.argv:
-            other = read_command(command.argv)
-            return other if isinstance(other, NotWarm) else NotWarm("their command is another than at the start")
+        found = unwrap(command.argv)
+        if found is None or found.argv != self._wish.argv:
+            return NotWarm("the command is another than at the start, or behind a program that is not understood")
         if command.cwd != self._wish.cwd:
-            return NotWarm("their folder is another than at the start")
-        return environment_change(self._env, command.env)
+            return NotWarm("the working directory is another than at the start")
+        change = environment_change(self._env, command.env)
+        return change if isinstance(change, NotWarm) else _Plan(change, found.binding)
 
-    def _order(self, command: Command, change: EnvironmentChange, deadline_s: float) -> socket.socket | None:
+    def _order(self, command: Command, plan: _Plan, deadline_s: float) -> socket.socket | None:
         """None where its outputs cannot be opened: started cold, it will say why. Raises OSError."""
         with contextlib.ExitStack() as files:
             try:
@@ -353,8 +361,11 @@ class Warmth:
                 return None
             ours, theirs = socket.socketpair()
             files.callback(theirs.close)
-            entries = [name + b"=" + value for name, value in change.set]
-            blobs = [b"worker", command.cwd, str(len(change.removed)).encode(), *change.removed, *entries]
+            cpus = ",".join(map(str, plan.binding.cpus)).encode()
+            place = [command.cwd, cpus, plan.binding.memory]
+            removed = plan.change.removed
+            entries = [name + b"=" + value for name, value in plan.change.set]
+            blobs = [b"worker", *place, str(len(removed)).encode(), *removed, *entries]
             try:
                 self._send(blobs, deadline_s, [*fds, theirs.fileno()])
             except OSError:

@@ -12,41 +12,34 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import io
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+with contextlib.suppress(ImportError):  # as a program it has no package: the boot has run that file in this namespace
+    from .zygote_worker import STDERR, STDOUT, UNUSABLE_STATUS, Command, Order, Worker, set_name
 
 LEAST_PYTHON = (3, 9)
 _BOOT = """(lambda s,n:(
 s.flags.isolated or getattr(s.flags,'safe_path',0) or s.path.pop(0),
-exec(compile(open({path}, encoding='utf-8').read(),{path},'exec'),n),
-n['main']({path},{channel_fd},{told}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote'}})"""
+[exec(compile(open(p,encoding='utf-8').read(),p,'exec'),n) for p in {paths}],
+n['main']({paths},{channel_fd},{told}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote','__package__':''}})"""
 _HEADER_BYTES = 4
 _FDS_PER_WORKER = 3
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-_NAME_BYTES = 15
-_STAT_ARG_START, _STAT_ARG_END = 48 - 3, 49 - 3  # fields of /proc/<pid>/stat after the name, from 0
-_ORPHANED_SIGNAL = signal.SIGRTMIN + 8  # the kernel's word that a parent has ended; blocked, only waited for
-_ORPHANED_AGAIN_S = 1.0
 _OUTPUT_LIMIT_BYTES = 64 * 1024
 _HARMLESS_FILES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_UNUSABLE_STATUS = 70
 _LOW_PRIORITY = 19
-# Of imports that write about themselves; those that workers would have seen, had they imported by themselves.
-_STDOUT, _STDERR = 1, 2
 
 if TYPE_CHECKING:
     Run = Callable[[], None]
 
 
-def boot_text(path: str, channel_fd: int, told: list[bytes]) -> str:
+def boot_text(channel_fd: int, told: list[bytes]) -> str:
     """A Python expression that makes a process the zygote. It binds no name: they would be the workers'."""
-    return _BOOT.format(path=ascii(path), channel_fd=channel_fd, told=ascii(told))
+    paths = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("zygote_worker.py", "zygote.py"))
+    return _BOOT.format(paths=ascii(paths), channel_fd=channel_fd, told=ascii(told))
 
 
 def boot_words(boot_fd: int, least_bytes: int) -> list[bytes]:
@@ -100,39 +93,19 @@ def _exactly(channel: socket.socket, count: int) -> bytes:
     return data
 
 
-class Command:
-    """What the workers run: `script` or `module`, its name, and the words after it."""
-
-    def __init__(self, argv: list[str], kind: str, target: str, arguments: list[str]) -> None:
-        self.argv, self.kind, self.target, self.arguments = argv, kind, target, arguments
-
-
-class Order:
-    """One worker to be forked."""
-
-    def __init__(self, blobs: list[bytes], fds: list[int]) -> None:
-        self.cwd, removed = blobs[0], int(blobs[1])
-        self.removed, self.changed = blobs[2 : 2 + removed], blobs[2 + removed :]
-        self.fds = fds  # its standard output, its standard error, its socket to the supervisor
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
 # --- the zygote
 
 
 class Zygote:
-    def __init__(self, channel: socket.socket, own_path: str) -> None:
+    def __init__(self, channel: socket.socket, own_paths: tuple[str, ...]) -> None:
         self._channel = channel
-        self._own_path = own_path
+        self._own_paths = own_paths
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._output: dict[int, bytes] = {}
         self._watched: dict[str, tuple[int, int, int]] = {}
         with open("/proc/self/comm", "rb") as file:
             self._name = file.read().rstrip(b"\n")
-        self._set_name(b"nvrx-zygote")
+        set_name(self._libc, b"nvrx-zygote")
 
     def serve(self, told: list[bytes]) -> Run:
         """Returns in a worker alone: what it is to run.
@@ -170,10 +143,7 @@ class Zygote:
 
     def _give_up(self, why: str) -> NoReturn:
         self._say("unusable", why)
-        os._exit(_UNUSABLE_STATUS)
-
-    def _set_name(self, name: bytes) -> None:
-        self._libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name[:_NAME_BYTES]), 0, 0, 0)
+        os._exit(UNUSABLE_STATUS)
 
     def _prepare_path(self) -> None:
         """What stands first on the path is what would stand there for the command: imports here look there too."""
@@ -217,7 +187,7 @@ class Zygote:
         if children:
             return f"its imports left processes running: {children}"
         for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > _STDERR and fd not in (self._channel.fileno(), *ours):
+            if fd > STDERR and fd not in (self._channel.fileno(), *ours):
                 held = _link(f"/proc/self/fd/{fd}")
                 if held not in ("", *_HARMLESS_FILES):  # "": the one that listed the folder
                     return f"its imports hold {held} open, which workers would share"
@@ -256,116 +226,16 @@ class Zygote:
         try:
             for order in orders:
                 if os.fork() == 0:
-                    return self._become(order, orders, own_pid)
+                    for other in orders:
+                        if other is not order:
+                            other.close()
+                    self._channel.close()
+                    context = (self._libc, self._own_paths, self._supervisor_pid, self._name)
+                    return Worker(*context, self._command, self._output).become(order, own_pid)
         finally:
             if os.getpid() == own_pid:
                 os._exit(0)
         raise AssertionError("not reached")
-
-    # --- in a worker
-
-    def _become(self, order: Order, orders: list[Order], midwife_pid: int) -> Run:
-        """Everything that a fresh process would find, then wait for the word to begin."""
-        stdout_fd, stderr_fd, link_fd = order.fds
-        try:
-            for other in orders:
-                if other is not order:
-                    other.close()
-            self._channel.close()
-            os.setpgid(0, 0)
-            self._await_supervisor(midwife_pid)
-            os.chdir(order.cwd)
-            for fd, target in ((stdout_fd, _STDOUT), (stderr_fd, _STDERR)):
-                os.dup2(fd, target)
-                os.close(fd)
-            for name in order.removed:
-                os.environb.pop(name, None)
-            for entry in order.changed:
-                name, _, value = entry.partition(b"=")
-                os.environb[name] = value
-            self._show_command_line()
-            self._set_name(self._name)
-            _reopen(sys.stdout, _STDOUT, "<stdout>")
-            _reopen(sys.stderr, _STDERR, "<stderr>")
-            sys.path_importer_cache.clear()  # folders are listed anew: what was added meanwhile is found
-            _renew_randomness()
-            run = self._command_to_run()
-            os.write(link_fd, str(os.getpid()).encode() + b"\n")
-            told = os.read(link_fd, 1)
-        except BaseException:  # noqa: BLE001 - a worker that is not complete must not begin
-            os._exit(_UNUSABLE_STATUS)  # its socket falls silent, and the supervisor starts this one cold
-        if not told:
-            os._exit(_UNUSABLE_STATUS)
-        os.close(link_fd)
-        for fd, output in self._output.items():
-            os.write(fd, output)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        return run
-
-    def _await_supervisor(self, midwife_pid: int) -> None:
-        """Until the supervisor is the parent; from then on its death is ours."""
-        self._libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_ORPHANED_SIGNAL), 0, 0, 0)
-        while os.getppid() == midwife_pid:
-            signal.sigtimedwait([_ORPHANED_SIGNAL], _ORPHANED_AGAIN_S)
-        signal.sigtimedwait([_ORPHANED_SIGNAL], 0)  # it may have ended before we looked: nothing is to be pending
-        self._libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != self._supervisor_pid:
-            os._exit(_UNUSABLE_STATUS)
-
-    def _show_command_line(self) -> None:
-        """In ps; where ours was longer, empty words are left at the end."""
-        with open("/proc/self/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        start, end = int(fields[_STAT_ARG_START]), int(fields[_STAT_ARG_END])
-        text = b"".join(os.fsencode(word) + b"\0" for word in self._command.argv)
-        with open("/proc/self/cmdline", "rb") as file:
-            shown = file.read()
-        if start and len(shown) == end - start and len(text) <= len(shown) and ctypes.string_at(start, 6) == shown[:6]:
-            ctypes.memmove(start, text.ljust(len(shown), b"\0"), len(shown))
-
-    def _command_to_run(self) -> Run:
-        command = self._command
-        if hasattr(sys, "orig_argv"):
-            sys.orig_argv[:] = command.argv
-        main = sys.modules["__main__"]
-        main.__dict__.pop("__warningregistry__", None)  # of the boot
-        if command.kind == "module":
-            import runpy
-
-            sys.argv[:] = ["-m", *command.arguments]
-            return self._guarded(lambda: runpy._run_module_as_main(command.target))  # type: ignore[attr-defined]
-        sys.argv[:] = [command.target, *command.arguments]
-        path = os.path.join(os.getcwd(), command.target)
-        with open(path, "rb") as file:
-            source = file.read()
-        from importlib.machinery import SourceFileLoader
-
-        main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
-        if sys.version_info < (3, 15):
-            main.__dict__["__cached__"] = None
-        return self._guarded(lambda: exec(compile(source, path, "exec", dont_inherit=True), main.__dict__))
-
-    def _guarded(self, run: Run) -> Run:
-        """The same, but whatever comes out is shown without our frames; what becomes of it is the interpreter's."""
-        own = (self._own_path, "<string>")
-
-        def guarded() -> None:
-            try:
-                run()
-            except BaseException:
-                hook = sys.excepthook
-
-                def show(kind: Any, error: BaseException, trace: Any) -> None:
-                    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-                        trace = trace.tb_next
-                    sys.last_traceback = trace
-                    sys.excepthook = hook
-                    hook(kind, error.with_traceback(trace), trace)
-
-                sys.excepthook = show
-                raise
-
-        return guarded
 
 
 class _Quietly:
@@ -375,7 +245,7 @@ class _Quietly:
         self._libc, self._output = libc, output
 
     def __enter__(self) -> None:
-        self._kept = {fd: (os.dup(fd), os.memfd_create("nvrx-output")) for fd in (_STDOUT, _STDERR)}
+        self._kept = {fd: (os.dup(fd), os.memfd_create("nvrx-output")) for fd in (STDOUT, STDERR)}
         for fd, (_, memory_fd) in self._kept.items():
             os.dup2(memory_fd, fd)
 
@@ -447,46 +317,7 @@ def _link(path: str) -> str:
         return ""
 
 
-def _reopen(stream: Any, fd: int, name: str) -> None:
-    """The same object, as it would be had it been made for what the descriptor is now: others may hold it."""
-    if type(stream) is not io.TextIOWrapper:
-        return
-    buffer: Any = stream.buffer
-    raw = getattr(buffer, "raw", buffer)
-    stream.flush()
-    settings = {"encoding": stream.encoding, "errors": stream.errors, "newline": "\n"}
-    line_buffering, write_through = stream.line_buffering, stream.write_through
-    raw.__init__(fd, "wb", closefd=False)
-    raw.name = name
-    if buffer is not raw:
-        buffer.__init__(raw, max(raw._blksize, 2))
-    stream.__init__(buffer, **settings, line_buffering=line_buffering, write_through=write_through)  # type: ignore[misc]
-    stream.mode = "w"  # type: ignore[misc]
-
-
-def _renew_randomness() -> None:
-    """What each process draws from the system when it imports; `random` does it itself at a fork."""
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.seed()
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
-        process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
-    tempfile = sys.modules.get("tempfile")
-    if tempfile is not None:
-        tempfile._name_sequence = None  # type: ignore[attr-defined]
-    logging = sys.modules.get("logging")
-    if logging is not None:
-        import time
-
-        at = time.time_ns() if sys.version_info >= (3, 13) else time.time()
-        logging._startTime = at  # type: ignore[attr-defined]
-
-
-def main(own_path: str, channel_fd: int, told: list[bytes]) -> Run:
+def main(own_paths: tuple[str, ...], channel_fd: int, told: list[bytes]) -> Run:
     """Returns in workers alone."""
     os.set_inheritable(channel_fd, False)
-    return Zygote(socket.socket(fileno=channel_fd), own_path).serve(told)
+    return Zygote(socket.socket(fileno=channel_fd), own_paths).serve(told)

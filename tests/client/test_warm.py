@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -202,8 +204,8 @@ async def test_a_file_that_hides_a_standard_module_is_seen(bench: Bench) -> None
     ("change", "why"),
     [
         ({"env": {"PYTHONHASHSEED": "1"}}, "PYTHONHASHSEED has another value"),
-        ({"argv": ["numactl", "--membind=0", "python", "worker.py"]}, "numactl is no python"),
-        ({"cwd": "/"}, "their folder is another"),
+        ({"argv": ["nice", sys.executable, "worker.py"]}, "the command is another"),
+        ({"cwd": "/"}, "the working directory is another"),
     ],
     ids=["environment", "command", "folder"],
 )
@@ -331,3 +333,49 @@ async def test_cycles_leave_no_descriptor_behind(bench: Bench) -> None:
         await run(bench, link, worker, warm=True)
         descriptors.append([len(os.listdir(f"/proc/{pid}/fd")) for pid in (link.pid, zygote)])
     assert descriptors == [descriptors[0]] * 10
+
+
+@pytest.mark.rule("G7")
+@pytest.mark.skipif(shutil.which("numactl") is None, reason="numactl is not installed")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["numactl", "--cpunodebind=0", "--membind=0"],
+        ["numactl", "--physcpubind=0", "--localalloc"],
+        ["numactl", "--cpunodebind=0"],
+        ["taskset", "-c", "0"],
+        [],
+    ],
+    ids=" ".join,
+)
+async def test_a_warm_worker_is_bound_as_numactl_would_bind_it(bench: Bench, words: list[str]) -> None:
+    code = """
+import os
+print(sorted(os.sched_getaffinity(0)), open("/proc/self/numa_maps").readline().split()[1])
+print(open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"))
+"""
+    worker = python(bench, code)
+    link, _ = await warm_link(bench, worker)
+    bound = replace(worker, argv=[*words, *worker.argv])
+    warm = await run(bench, link, bound, warm=True)
+    cold = await bench.link("cold")
+    assert await run(bench, cold, bound, warm=False) == warm
+    assert warm.out.count("\n") == 2
+    assert (await run(bench, link, worker, warm=True)).out.splitlines()[0].endswith(" default")
+
+
+async def test_who_comes_late_never_begins(bench: Bench) -> None:
+    """A child that hangs before it is a worker: it is ended, and a cold one runs instead, once."""
+    (bench.folder / "hangs.py").write_text(
+        "import os, time\nzygote = os.getpid()\n"
+        "def hang():\n"
+        "    if os.path.exists('armed') and os.getppid() != zygote: time.sleep(1000)\n"
+        "os.register_at_fork(after_in_child=hang)\n"
+    )
+    worker = python(bench, "print('ran')")
+    link, zygote = await warm_link(bench, worker, ["hangs"])
+    assert (await run(bench, link, worker, warm=True)).out == "ran\n"
+    (bench.folder / "armed").touch()
+    assert (await run(bench, link, worker, warm=False)).out == "ran\n"
+    await ended(zygote)
+    assert _below(link.pid) == []

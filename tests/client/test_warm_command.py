@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from nvrx.client.warm_binding import Unwrapped, WarmBinding, unwrap
 from nvrx.client.warm_command import (
     EnvironmentChange,
     NotWarm,
@@ -83,3 +86,35 @@ def test_only_names_of_places_may_differ_between_workers() -> None:
     for other in ({**common, b"PATH": b"/"}, {**common, b"LD_PRELOAD": b"x"}, {b"PATH": b"/bin"}):
         assert isinstance(environment_change(base, other), NotWarm)
     assert environment_change(base | {b"NVRX_OLD": b""}, common) == EnvironmentChange((b"NVRX_OLD",), ())
+
+
+def test_bindings_that_the_agent_writes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text("4-6,8\n")
+    python = (b"python", b"train.py", b"--membind=3")
+
+    def read(*words: bytes) -> Unwrapped | None:
+        return unwrap([*words, *python], str(tmp_path))
+
+    assert read() == Unwrapped(WarmBinding(), python)
+    expected = WarmBinding((4, 5, 6, 8), b"bind 1")
+    assert read(b"numactl", b"--cpunodebind=1", b"--membind=1") == Unwrapped(expected, python)
+    assert read(b"numactl", b"--physcpubind=0-1,3", b"--localalloc") == Unwrapped(
+        WarmBinding((0, 1, 3), b"local"), python
+    )
+    assert read(b"taskset", b"-c", b"2") == Unwrapped(WarmBinding((2,)), python)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "numactl --cpunodebind=7",
+        "numactl --interleave=all",
+        "numactl --membind=0-1",
+        "numactl --cpunodebind=+0",
+        "numactl -a",
+    ],
+)
+def test_other_bindings_are_left_to_their_program(tmp_path: Path, words: str) -> None:
+    found = unwrap([*words.encode().split(), b"python", b"train.py"], str(tmp_path))
+    assert found is None or found.argv[0] != b"python"
