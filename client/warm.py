@@ -90,6 +90,7 @@ class Warmth:
         self._selector = selector
         self._tell = say
         self._extra_env = dict(extra_env)
+        self._sources: dict[str, str] = {}
         self._wish: WarmWish | None = None
         self._command: WarmCommand | None = None
         self._env: dict[bytes, bytes] = {}
@@ -140,6 +141,7 @@ class Warmth:
             self._say(f"workers are not warmed: {command.reason}")
             return
         self._wish, self._command = wish, command
+        self._sources = zygote.read_sources()
         self._env = shared_environment(wish.env) | self._extra_env
         self._due_s = at_s
 
@@ -194,7 +196,7 @@ class Warmth:
         ours, theirs = socket.socketpair()
         boot_fd = os.memfd_create("nvrx-zygote", 0)
         with theirs, open(boot_fd, "r+b", buffering=0) as boot:
-            boot.write(zygote.boot_text(theirs.fileno(), self._told()).encode("ascii"))
+            boot.write(zygote.boot_text(self._sources, theirs.fileno(), self._told()).encode("ascii"))
             boot.seek(0)
             argv = _zygote_argv(self._command, boot_fd)
             try:

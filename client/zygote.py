@@ -24,8 +24,8 @@ with contextlib.suppress(ImportError):  # as a program it has no package: the bo
 LEAST_PYTHON = (3, 9)
 _BOOT = """(lambda s,n:(
 s.flags.isolated or getattr(s.flags,'safe_path',0) or s.path.pop(0),
-[exec(compile(open(p,encoding='utf-8').read(),p,'exec'),n) for p in {paths}],
-n['main']({paths},{channel_fd},{told}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote','__package__':''}})"""
+[exec(compile(t,p,'exec'),n) for p,t in {sources}.items()],
+n['main'](*{arguments}))[2])(__import__('sys'),{{'__name__':'nvrx_zygote','__package__':''}})"""
 _HEADER_BYTES = 4
 _FDS_PER_WORKER = 3
 _OUTPUT_LIMIT_BYTES = 64 * 1024
@@ -36,10 +36,19 @@ if TYPE_CHECKING:
     Run = Callable[[], None]
 
 
-def boot_text(channel_fd: int, told: list[bytes]) -> str:
+def read_sources() -> dict[str, str]:
+    """What a zygote runs, by path. To be read once, so that an upgrade meanwhile mixes no versions."""
+    sources = {}
+    for name in ("zygote_worker.py", "zygote.py"):
+        path = os.path.join(os.path.dirname(__file__), name)
+        with open(path, encoding="utf-8") as file:
+            sources[path] = file.read()
+    return sources
+
+
+def boot_text(sources: dict[str, str], channel_fd: int, told: list[bytes]) -> str:
     """A Python expression that makes a process the zygote. It binds no name: they would be the workers'."""
-    paths = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("zygote_worker.py", "zygote.py"))
-    return _BOOT.format(paths=ascii(paths), channel_fd=channel_fd, told=ascii(told))
+    return _BOOT.format(sources=ascii(sources), arguments=ascii((tuple(sources), channel_fd, told)))
 
 
 def boot_words(boot_fd: int, least_bytes: int) -> list[bytes]:
