@@ -45,9 +45,9 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(errno, f"prctl({option}, {argument}): {os.strerror(errno)}")
 
 
-def become_subreaper() -> None:
+def become_subreaper(wanted: bool = True) -> None:
     """Orphans below this process come to it, not to init: `waitpid` then knows whether any is left."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def set_parent_death_signal(signo: int) -> None:

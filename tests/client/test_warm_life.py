@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.client.processes import become_subreaper
 from nvrx.client.warm import AFTER_WORKERS_S, Warmth, WarmWish
+from nvrx.client.worker_start import Command
 
 from .supervision import PATIENCE_S
 
@@ -27,7 +29,8 @@ class Keeper:
         self.selector = selectors.DefaultSelector()
         self.warmth = Warmth(self.selector, lambda text, _: self.notes.append(text), {})
         argv = tuple(os.fsencode(word) for word in (sys.executable, "worker.py"))
-        self.warmth.wish(WarmWish(modules, argv, dict(os.environb), os.fsencode(folder)), BEGIN_S)
+        self.env = dict(os.environb)
+        self.warmth.wish(WarmWish(modules, argv, self.env, os.fsencode(folder)), BEGIN_S)
 
     def until_it_has_spoken(self) -> str:
         count = len(self.notes)
@@ -106,3 +109,30 @@ def test_imports_that_end_the_process_are_given_up(tmp_path: Path) -> None:
         keeper.reap(BEGIN_S)
     assert keeper.notes[-1] == "workers are not warmed: the warm process ends while it imports (exit code 3)"
     assert keeper.warmth.next_step_s is None
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """As a supervisor: orphans come to this process."""
+    become_subreaper()
+    yield
+    become_subreaper(False)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_worker_begins_when_told_and_never_otherwise(
+    keeper: Keeper, tmp_path: Path, subreaper: None, is_told: bool
+) -> None:
+    (tmp_path / "worker.py").write_text("print('began')")
+    keeper.warmth.step(BEGIN_S)
+    keeper.until_it_has_spoken()
+    paths = [os.fsencode(tmp_path / name) for name in ("out", "err")]
+    argv = [os.fsencode(word) for word in (sys.executable, "worker.py")]
+    [born] = keeper.warmth.bear([Command(argv, keeper.env, os.fsencode(tmp_path), *paths)])
+    assert born is not None
+    if is_told:
+        born.begin()
+    else:
+        born.link.close()
+    code = os.waitstatus_to_exitcode(os.waitpid(born.pid, 0)[1])
+    assert (code, (tmp_path / "out").read_text()) == ((0, "began\n") if is_told else (70, ""))
