@@ -89,19 +89,18 @@ def _recovered(recoveries: Sequence[Recovery], peer: str) -> str:
 
 def comparisons(recoveries: Sequence[Recovery], peers: Sequence[str], victim: str) -> str:
     """For each pair of peers the ratio and the difference of the medians."""
-    pairs = list(combinations(peers, 2))
-    lines = [_row("medians: ratio, difference", [f"{a} / {b}" for a, b in pairs])]
-    for measure in measures(victim)[1:3]:
-        medians = {peer: spread(recoveries, peer, measure) for peer in peers}
+    compared = measures(victim)[1:3]
+    lines = [_row("medians: ratio, difference", [measure.key for measure in compared])]
+    for a, b in combinations(peers, 2):
         cells = []
-        for a, b in pairs:
-            first, second = medians[a], medians[b]
+        for measure in compared:
+            first, second = spread(recoveries, a, measure), spread(recoveries, b, measure)
             if first is None or second is None:
                 cells.append("-")
             else:
                 ratio, difference_s = first.median / second.median, first.median - second.median
                 cells.append(f"{ratio:.3g}, {difference_s:+.3f} s")
-        lines.append(_row(measure.label, cells))
+        lines.append(_row(f"{a} / {b}", cells))
     return "\n".join(lines)
 
 

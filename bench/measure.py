@@ -129,6 +129,7 @@ def _run(peer: Peer, kill: Kill, marks: MarkBox, timeout_s: float, seen: _Seen, 
     peer.start()
     world = marks.wait_for_world(world_size, started_s, started_s + timeout_s, peer.living())
     seen.cold_start_s = world.last_step_s - started_s
+    peer.await_readiness(started_s + timeout_s)
     time.sleep(QUIET_BEFORE_KILL_S)
 
     if kill == "coordinator":

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ MAX_RESTARTS = 1000
 _STRAY_SETTINGS = ("NVRX_", "PET_", "SLURM_", "TORCHELASTIC_")
 _READY = "nvrx-coord listening on "
 _READY_TIMEOUT_S = 30.0
+_READY_TO_FORK = "the warm process is ready"
+_LOOK_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class Peer(ABC):
     def living(self, without_node: str | None = None) -> dict[int, str]:
         """The pidfds, with names, of the processes that must not end."""
         return {handle: name for handle, name in self._pidfds.items() if name != without_node}
+
+    def await_readiness(self, deadline_s: float) -> None:  # noqa: B027 - most prepare nothing
+        """Until what this peer prepares in the background is prepared. Raises NotRecovered."""
 
     def stop(self) -> None:
         processes.kill_descendants()
@@ -121,6 +127,7 @@ class Torchrun(Peer):
 class Nvrx(Peer):
     name = "nvrx"
     note = "nvrx: journal in SQLite at synchronous=FULL; --store bridge: a process of its own serves the store"
+    _node_options: ClassVar[tuple[str, ...]] = ()
 
     def start(self) -> None:
         self.address = address = self._start_coordinator("127.0.0.1:0")
@@ -130,7 +137,7 @@ class Nvrx(Peer):
             argv += ["--node-id", name, "--run-id", RUN_ID]
             argv += ["--nnodes", f"{least}:{least + self.layout.standby_nodes}"]
             argv += ["--nproc-per-node", str(self.layout.workers_per_node)]
-            argv += ["--max-restarts", str(MAX_RESTARTS), "--log-dir", str(self._log_dir)]
+            argv += ["--max-restarts", str(MAX_RESTARTS), "--log-dir", str(self._log_dir), *self._node_options]
             self.node_pids[name] = self._start(name, [*argv, "--", *WORKER]).pid
 
     def rank_map_file(self, node: str, cycle: int) -> Path:
@@ -165,4 +172,18 @@ class Nvrx(Peer):
         return line.removeprefix(_READY).strip()
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Nvrx, Torchrun, Floor)}
+class NvrxWarm(Nvrx):
+    name = "nvrx-warm"
+    note = "nvrx-warm: the same with --prewarm; struck once the warm process of every node has imported torch"
+    _node_options = ("--prewarm",)
+
+    def await_readiness(self, deadline_s: float) -> None:
+        for name in self.layout.node_names:
+            log = self.directory / f"{name}.log"
+            while _READY_TO_FORK not in log.read_text():
+                if monotonic_s() > deadline_s:
+                    raise NotRecovered(f"{name} had no warm process in time")
+                time.sleep(_LOOK_AGAIN_S)
+
+
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Nvrx, NvrxWarm, Torchrun, Floor)}

@@ -1,4 +1,4 @@
-"""Times the recovery of a training job after a kill: nvrx, torchrun and the floor side by side.
+"""Times the recovery of a training job after a kill: nvrx, cold and warm, torchrun and the floor side by side.
 
 Peers take turns, every repetition is a fresh job; repetitions that failed are counted, not hidden.
 The parts: frame, hostnames, processes, marks, worker, floor, peers, measure, figures; here the command line.
@@ -25,7 +25,7 @@ if __package__ in (None, ""):  # run as a file: the repository's root is not on 
 from bench import figures, processes
 from bench.frame import framed, say
 from bench.measure import LAYOUTS, QUIET_BEFORE_KILL_S, Kill, Recovery, measure
-from bench.peers import PEERS
+from bench.peers import PEERS, Nvrx
 from nvrx.core.presence import DEFAULT_LEASE_TTL_S
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -43,21 +43,21 @@ _CLOCK_REALTIME_COARSE = 5  # what Linux file systems stamp files with; not name
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--reps", type=int, default=10, help="repetitions per peer (default %(default)s)")
-    parser.add_argument("--peers", help=f"comma-separated (default {','.join(PEERS)}, or nvrx where it is alone)")
+    parser.add_argument("--peers", help=f"comma-separated (default {','.join(PEERS)}, or of nvrx where it is alone)")
     parser.add_argument(
         "--kill",
         choices=list(LAYOUTS),
         default="worker",
         help="worker: 4 nodes x 2, one worker dies; agent: 3 nodes x 2 and a standby, a node's processes die; node: "
         "the same, suspended, so that nothing is closed; coordinator: 4 nodes x 2, it is killed and started again, "
-        "then one worker dies; the last two for nvrx alone",
+        "then one worker dies; the last two for nvrx alone, cold and warm",
     )
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, metavar="S", help="per wait")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every single figure there")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where jobs keep logs and the journal")
     parser.add_argument("--keep", action="store_true", help="keep the work directory")
     options = parser.parse_args(argv)
-    possible = ["nvrx"] if options.kill in FOR_NVRX_ALONE else list(PEERS)
+    possible = [name for name, peer in PEERS.items() if options.kill not in FOR_NVRX_ALONE or issubclass(peer, Nvrx)]
     options.peers = options.peers.split(",") if options.peers is not None else possible
     if unknown := [name for name in options.peers if name not in possible]:
         parser.error(f"peers {unknown} are unknown, or take no part in --kill {options.kill}; there are {possible}")
@@ -118,8 +118,10 @@ def notes(facts: dict[str, object], kill: Kill, peers: Sequence[str], results: S
     imports = f"{LAYOUTS[kill].world_size} cold imports of torch on {facts['cores']} cores"
     loads = [r.load_before for r in results]
     lines = [PEERS[name].note for name in peers]
-    lines.append(f"the first all_reduce comes after {imports}, the same for all peers")
-    if "nvrx" in peers:
+    lines.append(f"the first all_reduce comes after {imports}, the same for all peers that start workers cold")
+    if "nvrx-warm" in peers:
+        lines.append("nvrx-warm imports nothing after the strike: its workers are forked from what was imported before")
+    if any(issubclass(PEERS[name], Nvrx) for name in peers):
         lines.append(
             "new map: when the last agent's rank map file was written, by its file time against that of a "
             "file written once the pidfd was readable, or the node suspended; "

@@ -43,6 +43,7 @@ from .supervisor_link import (
     Exited,
     Gone,
     Identity,
+    Note,
     Spawned,
     SpawnRefused,
     Stuck,
@@ -54,7 +55,7 @@ from .supervisor_link import (
 )
 from .worker_environment import Place
 from .worker_files import WorkerFiles
-from .worker_specs import describe_place, worker_specs
+from .worker_specs import describe_place, prewarm, worker_specs
 from .worker_start import signal_name
 
 log = logging.getLogger("nvrx.node")
@@ -347,6 +348,9 @@ class NodeAgent:
         match event:
             case Spawned():
                 self._hangs.started(event)
+                if self._config.options.prewarm:
+                    warm = sum(worker.warm for worker in event.workers)
+                    log.info("cycle %d: %d of %d workers forked warm", event.cycle, warm, len(event.workers))
                 self._observe(machine.WorkersStarted(CycleNumber(event.cycle)))
                 if self._agent.desired is not None:
                     self._fetch_maps(self._agent.desired, after_s=random.uniform(*FETCH_MAP_AFTER_S))
@@ -362,6 +366,8 @@ class NodeAgent:
                 self._observe(machine.TreeGone(CycleNumber(event.cycle or 0)))
             case Waiting():
                 log.warning("waiting for the workers of an earlier agent of this node to end (%s)", event.holder_pid)
+            case Note():
+                log.log(logging.WARNING if event.is_problem else logging.INFO, "%s", event.text)
             case Stuck():
                 log.error("processes %s survive SIGKILL; waiting for the kernel to end them", list(event.pids))
             case SupervisorDied():
@@ -530,6 +536,7 @@ async def run_node(config: NodeConfig, version: str) -> int:
         await logs.close()
         raise Failed(f"cannot start the supervisor of workers: {error}") from error
     logs.supervised(link.hand_outputs_over_again)
+    prewarm(link, config)
     coordinator = Coordinator(config.options.coordinators, config.options.token)
     try:
         return await NodeAgent(config, coordinator, link, logs, version).run()

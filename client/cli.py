@@ -192,6 +192,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         replacement_group_size=given["replacement_group_size"],
         rank_policy=given["rank_policy"],
         parallel_sizes={name: given[name] for name in SIZE_OF},
+        prewarm=given["prewarm"],
         fingerprint=Wishes(given["same_env"], given["ignore_env"], given["no_env_check"]),
         numa=_numa_wish(given["numa_binding"], given["numa_memory"]),
     )

@@ -86,6 +86,8 @@ class JoinOptions:
     rank_policy: str | None = None
     parallel_sizes: Mapping[str, int | None] = field(default_factory=dict)
     """By field of ParallelSizes; None where the worker command is to say it."""
+    prewarm: tuple[str, ...] = ()
+    """Modules that a warm process imports ahead; none: workers start cold."""
     fingerprint: Wishes = Wishes()
     numa: NumaWish = NumaWish()
 
@@ -132,6 +134,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
     """Check the options against this machine and `env`, the environment that the agent was started with."""
     _refuse_local_coordinator_for_many(options)
     _refuse_launch(options, env)
+    _refuse_prewarm(options)
     node_id = options.node_id or variable(env, "SLURMD_NODENAME") or socket.gethostname()
     run_id = options.run_id or variable(env, "SLURM_ARRAY_JOB_ID") or variable(env, "SLURM_JOB_ID")
     for problem in (name_problem("--node-id", node_id), name_problem("--run-id", run_id) if run_id else None):
@@ -208,6 +211,12 @@ def _refuse_launch(options: JoinOptions, env: Mapping[str, str]) -> None:
     problem = launch_problem(env, options.nnodes)
     if problem is not None:
         raise Failed(problem, EXIT_USAGE)
+
+
+def _refuse_prewarm(options: JoinOptions) -> None:
+    wrong = [name for name in options.prewarm if not all(part.isidentifier() for part in name.split("."))]
+    if wrong:
+        raise Failed(f"--prewarm {wrong[0]!a} is no module's name; give names with commas, as torch,numpy", EXIT_USAGE)
 
 
 def _shape(options: JoinOptions, env: Mapping[str, str], node_id: str, around: Surroundings, gpus: NodeGpus) -> Shape:

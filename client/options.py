@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -45,6 +46,26 @@ _SIZES = [
     )
     for name, what in SIZE_OF.items()
 ]
+
+DEFAULT_PREWARM = "torch"
+
+
+class ModulesType(click.ParamType[tuple[str, ...]]):
+    """Names with commas. From the environment also a plain yes or no."""
+
+    name = "MODULES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        text = str(value).strip()
+        match text.lower():
+            case "" | "0" | "no" | "off" | "false":
+                return ()
+            case "1" | "yes" | "on" | "true":
+                return (DEFAULT_PREWARM,)
+        return tuple(part.strip() for part in text.split(","))
+
 
 _FAILURE = [
     option(
@@ -137,6 +158,15 @@ _HEALTH = [
 ]
 
 _WORKERS = [
+    option(
+        "--prewarm",
+        type=ModulesType(),
+        is_flag=False,
+        flag_value=DEFAULT_PREWARM,
+        default=(),
+        help="Keep a process that has imported these modules, and fork workers from it "
+        f"[MODULES, with commas, may be left out: {DEFAULT_PREWARM}].",
+    ),
     option(
         "--stop-grace",
         type=Seconds(),

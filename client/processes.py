@@ -46,9 +46,9 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(errno, f"prctl({option}, {argument}): {os.strerror(errno)}")
 
 
-def become_subreaper() -> None:
+def become_subreaper(wanted: bool = True) -> None:
     """Orphans below this process come to it, not to init: `waitpid` then knows whether any is left."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def set_parent_death_signal(signo: int) -> None:
@@ -117,6 +117,12 @@ def _children_from_scan() -> Callable[[int], list[int]]:
 
 # Kernels built without CONFIG_PROC_CHILDREN have no such file; then all of /proc is read.
 HAS_CHILDREN_FILE = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def children(pid: int) -> list[int]:
+    """Those that `pid` has not reaped. Of our own none is missed, but for those added meanwhile: a process with
+    one thread takes none away while it looks."""
+    return _children_from_kernel(pid) if HAS_CHILDREN_FILE else _children_from_scan()(pid)
 
 
 def descendants(

@@ -9,6 +9,7 @@ agent decides. Imports only its siblings and the standard library. Driven by eve
 timers run only while something is being waited for that has no event.
 """
 
+import contextlib
 import os
 import selectors
 import signal
@@ -25,6 +26,7 @@ from .output_pipes import OutputFiles, OutputPipes
 from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 from .supervisor_record import MARKER_NAME, Record, RecordError, RunningWorker, marker
 from .tree_stop import TreeStop
+from .warm import Born, Start, Warmth, WarmWish
 from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker
 
 # What is left of the grace when the agent is gone: all must have ended 5 s after it.
@@ -56,7 +58,7 @@ _CRASHED = 70  # EX_SOFTWARE
 class _Worker:
     running: RunningWorker
     cycle: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None: born warm
 
 
 class Supervisor:
@@ -72,6 +74,7 @@ class Supervisor:
         own = processes.read_stat(os.getpid())
         assert own is not None
         self._marker = marker(own.id).partition(b"=")[2]
+        self._warmth = Warmth(self._selector, self._note, {MARKER_NAME.encode(): self._marker})
         self._grace_s = _ORPHANED_GRACE_S
         self._agent_alive = True
         self._closing = False
@@ -96,6 +99,7 @@ class Supervisor:
             "stop": lambda message: self._begin_stop(float(message["grace_s"])),
             "kill": lambda _: self._begin_stop(0.0),
             "signal": self._on_signal,
+            "prewarm": self._on_prewarm,
             "close": self._on_close,
             "hand over again": lambda _: self._pipes.hand_over_again(),
         }
@@ -113,7 +117,10 @@ class Supervisor:
                 self._say_stuck(self._stop.step(now_s))
             if self._take_over_at_s is not None and now_s >= self._take_over_at_s:
                 self._take_over(now_s)
+            if self._may_warm:
+                self._warmth.step(now_s)
             self._watch_unsent()
+        self._warmth.end()
         if self._record is not None and self._locked:
             self._record.forget()
         self._channel.close()
@@ -137,7 +144,14 @@ class Supervisor:
         due = [self._take_over_at_s] if self._take_over_at_s is not None else []
         if self._stop is not None:
             due.append(self._stop.next_step_s)
+        if self._may_warm and self._warmth.next_step_s is not None:
+            due.append(self._warmth.next_step_s)
         return max(0.0, min(due) - time.monotonic()) if due else None
+
+    @property
+    def _may_warm(self) -> bool:
+        """Not while others are to end, nor before those of an earlier agent have."""
+        return self._ready and self._stop is None and not self._closing
 
     def _on_wakeup(self) -> None:
         try:
@@ -237,7 +251,7 @@ class Supervisor:
         if self._closing or self._record is None:
             self._send("refused", cycle=cycle, message="the supervisor is closing or was never greeted")
         elif self._any_left:
-            left = [stat.id.pid for stat in processes.descendants(os.getpid())]
+            left = [stat.id.pid for stat in processes.descendants(os.getpid()) if not self._warmth.spares(stat)]
             reason = f"processes of cycle {self._cycle} are left: {left}"
             self._send("refused", cycle=cycle, message=reason)
         elif not self._ready:
@@ -250,16 +264,31 @@ class Supervisor:
         self._stop = None
         self._any_left = True  # until waitpid says otherwise: also when no worker could be started
         failed: list[tuple[int, NotStarted]] = []
-        for plain in message["workers"]:
-            local_rank = int(plain["local_rank"])
-            process = self._start(plain)
-            if isinstance(process, NotStarted):
-                failed.append((local_rank, process))
-                continue
-            stat = processes.read_stat(process.pid)
-            assert stat is not None  # it is our child, and not reaped yet
-            self._workers[process.pid] = _Worker(RunningWorker(local_rank, stat.id), cycle, process)
+        with contextlib.ExitStack() as files:
+            starts: dict[int, Start] = {}
+            for plain in message["workers"]:
+                local_rank = int(plain["local_rank"])
+                try:
+                    outputs = files.enter_context(self._pipes.open(_output_files(plain)))
+                except OSError as error:
+                    why = f"cannot open an output of the worker: {error}"
+                    failed.append((local_rank, NotStarted(NOT_RUNNABLE, why)))
+                else:
+                    starts[local_rank] = Start(self._command(plain), outputs)
+            born = self._warmth.bear(list(starts.values()))
+            for (local_rank, start), warm in zip(starts.items(), born, strict=True):
+                process = warm or start_worker(start.command, start.outputs)
+                if isinstance(process, NotStarted):
+                    failed.append((local_rank, process))
+                    continue
+                stat = processes.read_stat(process.pid)
+                assert stat is not None  # it is our child, and not reaped yet
+                cold = None if isinstance(process, Born) else process
+                self._workers[process.pid] = _Worker(RunningWorker(local_rank, stat.id), cycle, cold)
         self._write_record()
+        for warm in filter(None, born):
+            warm.begin()
+        self._warmth.workers_started(time.monotonic())
         self._send(
             "spawned",
             cycle=cycle,
@@ -268,6 +297,7 @@ class Supervisor:
                     "local_rank": worker.running.local_rank,
                     "pid": worker.running.id.pid,
                     "start_time_ticks": worker.running.id.start_time_ticks,
+                    "warm": worker.process is None,
                 }
                 for worker in self._workers.values()
             ],
@@ -275,19 +305,6 @@ class Supervisor:
         for local_rank, reason in failed:
             end = Ended(reason.exit_code, None, reason.message)
             self._say_exited(cycle, local_rank, end, by_agent=False)
-
-    def _start(self, plain: Message) -> subprocess.Popen[bytes] | NotStarted:
-        prefix = plain["prefix"]
-        files = OutputFiles(
-            unpack_bytes(plain["stdout"]),
-            unpack_bytes(plain["stderr"]),
-            unpack_bytes(prefix) if prefix is not None else None,
-        )
-        try:
-            with self._pipes.open(files) as outputs:
-                return start_worker(self._command(plain), outputs)
-        except OSError as error:
-            return NotStarted(NOT_RUNNABLE, f"cannot open an output of the worker: {error}")
 
     def _command(self, plain: Message) -> Command:
         env = {unpack_bytes(name): unpack_bytes(value) for name, value in plain["env"].items()}
@@ -297,6 +314,15 @@ class Supervisor:
             env=env,
             cwd=unpack_bytes(plain["cwd"]),
         )
+
+    def _on_prewarm(self, message: Message) -> None:
+        wish = WarmWish(
+            modules=tuple(message["modules"]),
+            argv=tuple(unpack_bytes(argument) for argument in message["argv"]),
+            env={unpack_bytes(name): unpack_bytes(value) for name, value in message["env"].items()},
+            cwd=unpack_bytes(message["cwd"]),
+        )
+        self._warmth.wish(wish, time.monotonic() + float(message["after_s"]))
 
     def _on_signal(self, message: Message) -> None:
         """Only to workers that handle it: the default action of most signals is to kill."""
@@ -316,7 +342,7 @@ class Supervisor:
         if not self._any_left:
             self._send("gone", cycle=self._cycle)
         elif self._stop is None:
-            self._stop = TreeStop(now_s, grace_s)
+            self._stop = TreeStop(now_s, grace_s, self._warmth.spares)
         else:
             self._stop.shorten(now_s, grace_s)
 
@@ -331,22 +357,36 @@ class Supervisor:
     def _reap(self) -> bool:
         """Take in all that has ended. True when anything has. No child left means no descendant left."""
         ended = False
-        while self._any_left:
+        while True:
             try:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                self._on_nothing_left()
-                return True
+                nothing_left = True
+                break
             if pid == 0:
+                nothing_left = self._only_the_zygote_is_left()
                 break
             ended = True
-            if (worker := self._workers.pop(pid, None)) is not None:
+            if pid == self._warmth.pid:
+                self._warmth.on_reaped(wait_status, time.monotonic())
+            elif (worker := self._workers.pop(pid, None)) is not None:
                 self._on_worker_ended(worker, wait_status)
+        if self._any_left and nothing_left:
+            self._on_nothing_left()
+            return True
         return ended
+
+    def _only_the_zygote_is_left(self) -> bool:
+        """It is no cycle's process. Whatever else is below us is, or has above it, a child of ours that we
+        have not reaped: so it cannot be missed among our children, whom nobody but us takes away."""
+        if not self._any_left or self._warmth.pid is None:
+            return False
+        return processes.children(os.getpid()) == [self._warmth.pid] and self._warmth.is_clean()
 
     def _on_worker_ended(self, worker: _Worker, wait_status: int) -> None:
         end = describe_end(wait_status)
-        worker.process.returncode = end.exit_code or 0  # reaped here, so that Popen does not wait for it
+        if worker.process is not None:
+            worker.process.returncode = end.exit_code or 0  # reaped here, so that Popen does not wait for it
         # A worker that failed just before its turn to be stopped has failed.
         by_agent = self._stop is not None and self._stop.has_signalled(worker.running.id)
         self._say_exited(worker.cycle, worker.running.local_rank, end, by_agent)
@@ -370,9 +410,21 @@ class Supervisor:
         self._write_record()
         self._send("gone", cycle=self._cycle)
 
+    def _note(self, text: str, is_problem: bool) -> None:
+        self._send("note", text=text, is_problem=is_problem)
+
     def _say_stuck(self, pids: list[int]) -> None:
         if pids:
             self._send("stuck", pids=pids)
+
+
+def _output_files(plain: Message) -> OutputFiles:
+    prefix = plain["prefix"]
+    return OutputFiles(
+        unpack_bytes(plain["stdout"]),
+        unpack_bytes(plain["stderr"]),
+        unpack_bytes(prefix) if prefix is not None else None,
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -70,6 +70,7 @@ class SpawnedWorker:
     local_rank: int
     pid: int
     start_time_ticks: int  # with the pid, names the process for this boot
+    warm: bool = False  # forked from the zygote
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,15 @@ class SupervisorDied:
     message: str
 
 
-Event = Spawned | Exited | Gone | Stuck | Waiting | SupervisorDied
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for people, about warm workers."""
+
+    text: str
+    is_problem: bool
+
+
+Event = Spawned | Exited | Gone | Stuck | Waiting | Note | SupervisorDied
 
 
 class SupervisorLink:
@@ -204,6 +213,24 @@ class SupervisorLink:
         self._writer.write(data)
         # Shielded: when the caller is cancelled the answer still comes, and the next spawn must not take it.
         return await asyncio.shield(self._spawning)
+
+    def prewarm(
+        self, modules: Sequence[str], argv: Sequence[str], env: Mapping[str, str], cwd: str, *, after_s: float = 0.0
+    ) -> None:
+        """From `after_s` on keep a process ready that has imported `modules`, and fork from it workers of this command.
+
+        Of `env` only what all workers have in common counts. Notes say what becomes of it.
+        """
+        self._send(
+            {
+                "type": "prewarm",
+                "modules": list(modules),
+                "argv": [pack_bytes(argument) for argument in argv],
+                "env": {pack_bytes(name): pack_bytes(value) for name, value in env.items()},
+                "cwd": pack_bytes(cwd),
+                "after_s": after_s,
+            }
+        )
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM to every process below, SIGKILL to what is left after the grace; Gone follows.
@@ -342,5 +369,7 @@ def _event(message: Message) -> Event:
             return Stuck(tuple(fields["pids"]))
         case "waiting":
             return Waiting(fields["pid"])
+        case "note":
+            return Note(**fields)
         case other:
             raise AssertionError(f"the supervisor sent {other!r}")

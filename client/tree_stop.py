@@ -7,8 +7,9 @@ Whether any process is left is known to the caller alone: it is a subreaper, and
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 
-from .processes import ProcessId, descendants, send_signals
+from .processes import ProcessId, ProcessStat, descendants, send_signals
 
 # There is no event for an orphan that comes to us from below a process that was not our child, nor for a
 # fork under SIGKILL; so while (and only while) a stop is under way the tree is looked at again, besides at
@@ -22,7 +23,10 @@ _STUCK_AGAIN_S = 5.0
 
 
 class TreeStop:
-    def __init__(self, now_s: float, grace_s: float) -> None:
+    """`spares` is true for a process that is not to be touched, nor what is below it."""
+
+    def __init__(self, now_s: float, grace_s: float, spares: Callable[[ProcessStat], bool] = lambda _: False) -> None:
+        self._spares = spares
         self._deadline_s = now_s + grace_s
         self._told: set[ProcessId] = set()
         self._killed_at_s: dict[ProcessId, float] = {}
@@ -47,6 +51,10 @@ class TreeStop:
         self.next_step_s = now_s + _KILL_AGAIN_S
         return self._stuck(now_s)
 
+    def _tree(self, below: Callable[[ProcessStat], bool] = lambda _: True) -> list[ProcessStat]:
+        found = descendants(os.getpid(), below=lambda stat: not self._spares(stat) and below(stat))
+        return [stat for stat in found if not self._spares(stat)]
+
     def _terminate(self) -> None:
         """Tell each process once.
 
@@ -54,7 +62,7 @@ class TreeStop:
         the checkpoint away): it is left to finish, and told only when that parent is gone.
         """
         told = frozenset(self._told)
-        for stat in descendants(os.getpid(), below=lambda stat: stat.id not in told):
+        for stat in self._tree(below=lambda stat: stat.id not in told):
             if stat.id not in told:
                 # SIGCONT second, so that a stopped process wakes up to the SIGTERM.
                 send_signals(stat.id, signal.SIGTERM, signal.SIGCONT)
@@ -65,7 +73,7 @@ class TreeStop:
         leads_session = os.getsid(0) == own_pid
         for number in range(_KILL_PASSES_LIMIT):
             found_new = False
-            for stat in descendants(own_pid):
+            for stat in self._tree():
                 if stat.id in self._killed_at_s and number > 0:
                     continue
                 found_new = found_new or stat.id not in self._killed_at_s
@@ -84,7 +92,7 @@ class TreeStop:
     def _stuck(self, now_s: float) -> list[int]:
         if self._stuck_said_s is not None and now_s - self._stuck_said_s < _STUCK_AGAIN_S:
             return []
-        left = {stat.id for stat in descendants(os.getpid())}
+        left = {stat.id for stat in self._tree()}
         pids = sorted(id.pid for id, at_s in self._killed_at_s.items() if id in left and now_s - at_s >= _STUCK_AFTER_S)
         if pids:
             self._stuck_said_s = now_s

@@ -100,6 +100,9 @@ def worker_environment(
         env["MASTER_PORT"] = str(given.master.port)
         if given.master.lasting_port is not None:
             env["NVRX_STORE_ENDPOINT"] = str(HostPort(address, given.master.lasting_port))
-    if given.workers_per_node > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+    return with_default_threads(env, given.workers_per_node)
+
+
+def with_default_threads(env: Mapping[str, str], workers_per_node: int) -> dict[str, str]:
+    """Several workers, each with a thread for every core, would stand in each other's way."""
+    return {"OMP_NUM_THREADS": "1", **env} if workers_per_node > 1 else dict(env)

@@ -11,9 +11,12 @@ from nvrx.core.numa import wrapped
 from nvrx.core.ranks import Assignment
 
 from .config import NodeConfig
-from .supervisor_link import WorkerSpec
-from .worker_environment import Place, WorkerPaths, worker_environment
+from .supervisor_link import SupervisorLink, WorkerSpec
+from .worker_environment import Place, WorkerPaths, with_default_threads, worker_environment
 from .worker_files import WorkerFiles
+
+PREWARM_AFTER_S = 3.0
+"""From the start of an agent: where a cycle begins at once, its workers' own start goes first."""
 
 
 def worker_specs(
@@ -61,6 +64,13 @@ def _argv(config: NodeConfig, local_rank: LocalRank) -> tuple[str, ...]:
     binding = config.numa.binding(local_rank)
     is_there = shutil.which(config.argv[0], path=config.environment.get("PATH", os.defpath)) is not None
     return wrapped(config.argv, binding) if binding is not None and is_there else config.argv
+
+
+def prewarm(link: SupervisorLink, config: NodeConfig) -> None:
+    """G10: also on a standby, from the agent's first moment; what differs between workers is not known yet."""
+    if config.options.prewarm:
+        env = with_default_threads(config.environment, config.shape.workers_per_node)
+        link.prewarm(config.options.prewarm, config.argv, env, config.working_directory, after_s=PREWARM_AFTER_S)
 
 
 def describe_place(given: Assignment) -> str:

@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .output_pipes import Outputs
@@ -53,13 +53,14 @@ def start_worker(command: Command, outputs: Outputs) -> subprocess.Popen[bytes] 
             stderr=outputs.stderr_fd,
             close_fds=True,
             process_group=0,
-            preexec_fn=_before_exec(os.getpid()),
+            preexec_fn=before_exec(os.getpid()),
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return _not_started(command, error)
 
 
-def _before_exec(supervisor_pid: int) -> Callable[[], None]:
+def before_exec(supervisor_pid: int, blocked: Iterable[int] = ()) -> Callable[[], None]:
+    """For a child of the supervisor: to die with it, and to have the signal settings of a fresh process."""
     # Exec resets what has a handler; an ignored signal (as what a terminal sends, here) would stay ignored.
     ignored = [signo for signo in signal.valid_signals() if signal.getsignal(signo) is signal.SIG_IGN]
     agent_pid = os.getppid()
@@ -71,7 +72,7 @@ def _before_exec(supervisor_pid: int) -> Callable[[], None]:
         allow_debugging_by(agent_pid)  # py-spy, which the agent starts when a worker hangs, is no parent of it
         for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     return prepare
 

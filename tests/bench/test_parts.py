@@ -122,8 +122,8 @@ def test_silence_counts_from_the_lease_and_a_coordinators_death_counts_its_victi
 
 
 def test_who_takes_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_options([]).peers == ["nvrx", "torchrun", "floor"]
-    assert parse_options(["--kill", "node"]).peers == ["nvrx"]
+    assert parse_options([]).peers == ["nvrx", "nvrx-warm", "torchrun", "floor"]
+    assert parse_options(["--kill", "node"]).peers == ["nvrx", "nvrx-warm"]
     with pytest.raises(SystemExit):
         parse_options(["--kill", "coordinator", "--peers", "nvrx,torchrun"])
     assert "torchrun" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from nvrx.client.log_link import LogLink
-from nvrx.client.supervisor_link import Identity, SupervisorLink, WorkerSpec
+from nvrx.client.supervisor_link import Identity, Note, SupervisorLink, WorkerSpec
 
 
 def start_holder_of_all_descriptors() -> int:
@@ -30,8 +30,17 @@ async def main() -> None:
     )
     if logs is not None:
         logs.supervised(link.hand_outputs_over_again)
-    spawned = await link.spawn(0, [WorkerSpec(**worker) for worker in order["workers"]])
-    told = {"supervisor_pid": link.pid, "worker_pids": [worker.pid for worker in spawned.workers]}
+    workers = [WorkerSpec(**worker) for worker in order["workers"]]
+    if "prewarm" in order:
+        link.prewarm(order["prewarm"], workers[0].argv, workers[0].env, workers[0].cwd)
+        while not (isinstance(event := await link.events.get(), Note) and "is ready" in event.text):
+            pass
+    spawned = await link.spawn(0, workers)
+    told = {
+        "supervisor_pid": link.pid,
+        "worker_pids": [worker.pid for worker in spawned.workers],
+        "warm": [worker.warm for worker in spawned.workers],
+    }
     if logs is not None:
         told["log_pid"] = logs.pid
     if order["leak_descriptors"]:

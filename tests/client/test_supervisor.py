@@ -386,14 +386,8 @@ def test_the_supervisor_imports_little() -> None:
     assert not {"asyncio", "grpc", "google", "torch", "pickle"} & set(modules)
     shells = {"nvrx.client", "nvrx.client.supervisor", "nvrx.runtime_dir"}
     ours = {name for name in modules if name.startswith("nvrx.")} - shells
+    start = ("warm", "warm_binding", "warm_command", "worker_start", "zygote", "zygote_worker")
     assert ours == {
         f"nvrx.client.{name}"
-        for name in (
-            "output_pipes",
-            "processes",
-            "supervisor_channel",
-            "supervisor_record",
-            "tree_stop",
-            "worker_start",
-        )
+        for name in ("output_pipes", "processes", "supervisor_channel", "supervisor_record", "tree_stop", *start)
     }
