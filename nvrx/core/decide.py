@@ -39,7 +39,7 @@ from .join import decide_join
 from .member import Member, Membership
 from .operate import decide_operation
 from .placement import Placement
-from .presence import AgentPhase, Presence, Word
+from .presence import AgentPhase, NodePresence, Presence, Word
 from .refused import Reason, Refused
 from .replacement import replace_unhealthy
 from .run import Cycle, CycleState, Run, evolve, failure_of
@@ -427,10 +427,8 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
     if not run.is_open:
         return None
     withheld = withheld_until(run, presence, now)
-    judged_from = max((presence.recovering_until or 0.0) if presence.is_recovering(now) else 0.0, withheld or 0.0)
     times = [
-        # while some are still away after a restart, or nobody at all is heard, nobody is judged
-        max(node.lease_until, judged_from)
+        _judged_at(node, presence, withheld, now)
         for node_id, node in presence.nodes.items()
         if (member := run.live(node_id)) is not None and member.info.incarnation == node.incarnation
     ]
@@ -445,3 +443,11 @@ def next_deadline(run: Run, presence: Presence, now: float) -> float | None:
         # Who is late already waits for a world without it, and that comes with news.
         times += [until for until in _unacknowledged(run, run.cycle, presence).values() if until > now]
     return min(times) if times else None
+
+
+def _judged_at(node: NodePresence, presence: Presence, withheld: float | None, now: float) -> float:
+    """When a silent node is to be looked at: at the end of its lease, and later while nobody is judged."""
+    at = node.lease_until
+    if presence.is_recovering(now):
+        at = max(at, presence.recovering_until or 0.0)  # some are still away after a restart
+    return at if at > now or withheld is None else withheld

@@ -115,9 +115,9 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
             if said == session.said:
                 # Facts about others, such as how each of thousands of workers ended, are no news to this node.
                 continue
-            session.said = said
             new_map = self._map(session, desired) if desired.assignment is not None else None
             await context.write(self._response(session, desired, new_map))
+            session.said = said
             # Its own row first: a node starts on that, and needs the whole map only after.
             if new_map is not None and new_map.cycle != session.map_sent_of:
                 session.map_sent_of = new_map.cycle

@@ -40,6 +40,21 @@ def test_a_coordinator_that_was_cut_off_from_all_disturbs_nobody(streams_break: 
 
 
 @pytest.mark.rule("E1")
+def test_the_engine_looks_when_leases_end_to_say_that_nobody_is_judged() -> None:
+    """Long before that nobody was heard for two intervals, which is no reason to look away."""
+    world = trained(2, 2)
+    world.advance(5)
+    world.freeze("n0", "n1")
+    world.now += 4
+    world.tick()
+    assert world.deadline() == 15.0
+    world.now = 15.0
+    world.tick()
+    assert world.deadline() == 15.0 + world.run.settings.join_timeout_s
+    assert describe_silence(world.run, world.presence, world.now)
+
+
+@pytest.mark.rule("E1")
 def test_leases_that_end_one_after_another_are_withheld_too() -> None:
     """Nodes speak at different moments: the first one's lease is over a little before the last one's."""
     world = World(2, 2)
