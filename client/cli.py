@@ -38,6 +38,7 @@ from nvrx.core.fingerprint import Wishes
 from nvrx.core.shape import (
     RestartBudget,
 )
+from nvrx.pid1 import be_below_process_1
 
 from .app import run_node
 from .check import check_node
@@ -172,6 +173,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         exit_when_excluded=given["exit_when_excluded"],
         stops_on_partition=given["on_partition"] == "stop",
         log_dir=given["log_dir"],
+        cycle_info_dir=given["cycle_info_dir"],
         token=token,
         reopen=given["reopen"],
         health_check=given["health_check"],
@@ -198,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-node`."""
+    be_below_process_1()
     open_standard_streams()
     leave(main())
 
