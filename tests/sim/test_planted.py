@@ -178,11 +178,6 @@ def a_suspect_check_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(health, "is_excused", lambda run, report: False)
 
 
-@mistake("D5")
-def an_unhealthy_node_costs_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(budgets, "UNHEALTHY", frozenset())
-
-
 @mistake("E5")
 def there_is_no_time_to_come_back_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(presence.Presence, "is_recovering", lambda self, now: False)
