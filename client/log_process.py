@@ -189,7 +189,7 @@ class LogProcess:
     def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "flush":
-                tail = self._flush(unpack_bytes(message["path"]))
+                tail = [self._flush(unpack_bytes(path)) for path in message["paths"]][0]
                 assert self._control is not None
                 missing = tail.decode("latin-1") if tail is not None else None
                 self._control.send({"type": "flushed", "number": message["number"], "missing_tail": missing})
