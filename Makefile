@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint format protos bench bench-store bench-restart bench-failover clean
+.PHONY: help demo test soak check lint format protos bench bench-store bench-restart bench-leaks bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -73,6 +73,9 @@ bench-store: $(VENV)/.installed  ## time our store server beside torch's own
 
 bench-restart: $(VENV)/.installed  ## time the start on the journal of a long run
 	$(PY) bench/restart.py $(BENCH_ARGS)
+
+bench-leaks: $(VENV)/.installed  ## look for leaks in 200 cycles of failing workers
+	$(PY) bench/soak.py $(BENCH_ARGS)
 
 bench-failover: $(VENV)/.installed  ## time how long a run is without a leader (needs etcd)
 	$(PY) bench/failover.py $(BENCH_ARGS)

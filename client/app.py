@@ -26,10 +26,12 @@ from nvrx.core.presence import AgentPhase
 from nvrx.core.ranks import Action, Assignment, Desired
 from nvrx.core.refused import Refused
 from nvrx.logs import add_file
+from nvrx.v1 import common_pb2
 
 from .config import NodeConfig
 from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
+from .cycle_info import CycleInfo
 from .log_link import LogError, LogLink
 from .processes import pid_space
 from .progress import CheckpointProgress
@@ -142,7 +144,9 @@ class NodeAgent:
         joined, command = admitted
         files = WorkerFiles(self._config.options.log_dir, joined.run_id, command.node.node_id)
         self._open_log(files)
-        maps = KeptMaps(self._coordinator, joined.run_id, files)
+        info_dir = self._config.options.cycle_info_dir
+        info = CycleInfo(info_dir, joined.run_id) if info_dir is not None else None
+        maps = KeptMaps(self._coordinator, joined.run_id, files, info)
         conversation = Conversation(
             self._coordinator,
             joined,
@@ -150,7 +154,7 @@ class NodeAgent:
             Patience(self._config.options.coordinator_grace_s, self._config.options.stops_on_partition),
             self._actual,
             self._on_desired,
-            maps.keep_sent,
+            self._on_map,
         )
         self._life = _Life(command, joined, files, maps, conversation)
         self._ending = asyncio.get_running_loop().create_future()
@@ -289,8 +293,15 @@ class NodeAgent:
         if wanted.assignment is not None and wanted.assignment.master is not None:
             self._ports.use(wanted.assignment.master.port)
         self._observe(machine.DesiredChanged(wanted))
+        assert self._life is not None
+        self._life.maps.heed(wanted)
         if wanted.action is not Action.RUN or self._agent.phase is AgentPhase.RUNNING:
             self._fetch_maps(wanted)  # else once the workers have started: nobody waits for a map
+
+    def _on_map(self, sent: common_pb2.RankMap) -> None:
+        assert self._life is not None
+        if self._life.maps.is_news(sent):
+            self._chore(self._life.maps.keep_sent(sent))
 
     def _fetch_maps(self, wanted: Desired, after_s: float = 0.0) -> None:
         """Have maps that do not come by themselves; at once when the agent ends before `after_s`."""

@@ -38,6 +38,7 @@ from nvrx.core.fingerprint import Wishes
 from nvrx.core.shape import (
     RestartBudget,
 )
+from nvrx.pid1 import be_below_process_1
 
 from .app import run_node
 from .check import check_node
@@ -175,6 +176,7 @@ def _options(given: dict[str, Any], line: _Line, stray: tuple[str, ...]) -> Join
         log_dir=given["log_dir"],
         tee=given["tee"],
         log_rotation=Rotation(given["log_max_size"], given["log_keep"]) if given["log_max_size"] else None,
+        cycle_info_dir=given["cycle_info_dir"],
         token=token,
         reopen=given["reopen"],
         segment_size=given["segment_size"],
@@ -197,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-node`."""
+    be_below_process_1()
     open_standard_streams()
     leave(main())
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class JoinOptions:
     tee: str | None = None
     """`all`, `rank0` or `none`; None: all where there is one node, else rank0."""
     log_rotation: Rotation | None = None
+    cycle_info_dir: Path | None = None
     token: str | None = None
     reopen: bool = False
     segment_size: int | None = None
@@ -156,7 +158,9 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         working_directory=os.getcwd(),
         runtime_dir=Path(runtime_dir(env)),
     )
-    _require_writable(options.log_dir)
+    _require_writable(options.log_dir, "--log-dir")
+    if options.cycle_info_dir is not None:
+        _require_writable(options.cycle_info_dir, "--cycle-info-dir")
     return config
 
 
@@ -245,13 +249,13 @@ def _argv(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _require_writable(log_dir: Path) -> None:
-    probe = log_dir / f".nvrx-write-{os.getpid()}"
+def _require_writable(directory: Path, option: str) -> None:
+    probe = directory / f".nvrx-write-{uuid.uuid4().hex}"
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise Failed(
-            f"cannot write in the log directory {log_dir}: {error.strerror}; give another with --log-dir", EXIT_USAGE
+            f"cannot write in the directory {directory}: {error.strerror}; give another with {option}", EXIT_USAGE
         ) from error

@@ -127,6 +127,11 @@ _LOGS = [
         show_default=True,
         help="Old files kept beside each log file that --log-max-size limits.",
     ),
+    option(
+        "--cycle-info-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Each cycle's rank map goes there as a JSON file too, with a link `current` to the latest.",
+    ),
     option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True),
     option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True),
 ]

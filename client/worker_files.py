@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,14 @@ class WorkerFiles:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees a part of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    """Write a file so that nobody ever sees a part of it, whoever else writes it too. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _tail(path: Path) -> bytes:

@@ -39,6 +39,7 @@ from nvrx.core.presence import (
     StoreMode,
     Timing,
 )
+from nvrx.pid1 import be_below_process_1
 from nvrx.runtime_dir import runtime_dir
 
 from .app import serve
@@ -279,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> NoReturn:
     """The process `nvrx-coord`."""
+    be_below_process_1()
     open_standard_streams()
     leave(main())
 

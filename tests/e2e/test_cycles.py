@@ -9,7 +9,7 @@ import pytest
 
 from nvrx.v1 import common_pb2
 
-from .cluster import OBEY, Cluster, worker_script
+from .cluster import OBEY, RUN_ID, Cluster, worker_script
 
 SUCCEEDED = common_pb2.WORKER_OUTCOME_SUCCEEDED
 FAILED = common_pb2.WORKER_OUTCOME_FAILED
@@ -286,3 +286,22 @@ def test_reopening_a_closed_run(cluster: Cluster) -> None:
     requeued = cluster.join("n0", "--max-restarts", "1", command=OBEY, env={"SLURM_RESTART_COUNT": "1"})
     cluster.worker("n0", 4).tell("exit", code=0)
     assert requeued.ended() == 0
+
+
+@pytest.mark.rule("H5")
+def test_cycles_are_followed_in_a_directory(cluster: Cluster) -> None:
+    """All nodes write the same files; how a cycle ended is there too, also of the last one."""
+    info = cluster.directory / "cycles"
+    cluster.serve()
+    agents = cluster.join_all("n0 n1", "--nnodes", "2", "--cycle-info-dir", str(info))
+    workers = cluster.workers(0, 2)
+    cluster.wait_for("CycleRunning", 0)
+    workers[1].tell("exit", code=9)
+    for worker in cluster.workers(1, 2):
+        worker.tell("exit", code=0)
+    assert [agent.ended() for agent in agents] == [0, 0]
+    assert sorted(one.name for one in info.iterdir()) == ["current", f"{RUN_ID}.cycle-0.json", f"{RUN_ID}.cycle-1.json"]
+    first, last = (json.loads((info / name).read_text()) for name in (f"{RUN_ID}.cycle-0.json", "current"))
+    assert (first["failure"]["cause"], first["failure"]["rank"]) == ("CAUSE_WORKER_FAILED", 1)
+    assert (last["cycle"], last["state"]) == (1, "CYCLE_STATE_ENDED")
+    assert [one["outcome"]["state"] for one in last["nodes"]] == ["WORKER_OUTCOME_SUCCEEDED"] * 2
