@@ -386,7 +386,7 @@ class NodeAgent:
                 workers.assignment.group_rank, LocalRank(event.local_rank), workers.assignment.workers_per_node
             )
             cycle = CycleNumber(event.cycle)
-            flushed = await self._logs.flush(str(files.output(cycle, rank, "err")))
+            flushed = await self._logs.flush(*(str(files.output(cycle, rank, kind)) for kind in ("err", "out")))
             words = files.last_words(cycle, rank, flushed.missing_tail)
             message, tail = words.message or _unusual(event), words.stderr_tail
             log.error(

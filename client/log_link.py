@@ -95,9 +95,10 @@ class LogLink:
         self._supervisors_end.close()
         self._on_new_process = on_new_process
 
-    async def flush(self, path: str) -> Flushed:
-        """Returns once everything that was in the pipe of this file is written, or after half a second.
+    async def flush(self, path: str, *others: str) -> Flushed:
+        """Returns once everything that was in the pipes of these files is written, or after half a second.
 
+        What is missing is told of the first.
         While an earlier answer is overdue (a file system hangs) it does not wait at all.
         """
         if self._current is None or self.is_late:
@@ -105,7 +106,7 @@ class LogLink:
         number = next(self._numbers)
         answer: asyncio.Future[Flushed] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self._send({"type": "flush", "number": number, "path": pack_bytes(path)})
+        self._send({"type": "flush", "number": number, "paths": [pack_bytes(one) for one in (path, *others)]})
         try:
             async with asyncio.timeout(_FLUSH_WITHIN_S):
                 return await asyncio.shield(answer)

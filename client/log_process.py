@@ -189,9 +189,9 @@ class LogProcess:
     def _on_message(self, message: Message) -> None:
         match message["type"]:
             case "flush":
-                tail = self._flush(unpack_bytes(message["path"]))
+                tails = [self._flush(unpack_bytes(path)) for path in message["paths"]]
                 assert self._control is not None
-                missing = tail.decode("latin-1") if tail is not None else None
+                missing = tails[0].decode("latin-1") if tails[0] is not None else None
                 self._control.send({"type": "flushed", "number": message["number"], "missing_tail": missing})
             case "close":
                 self._closing = True

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,10 @@ import pytest
 
 from nvrx.client.log_file import Rotation
 from nvrx.client.log_link import Flushed, LogLink
+from nvrx.client.log_process import LogProcess
+from nvrx.client.output_pipes import OutputFiles, OutputPipes
 from nvrx.client.processes import read_stat
+from nvrx.client.supervisor_channel import Channel, encode
 from nvrx.client.supervisor_link import Exited, Gone, SupervisorLink
 
 from .supervision import FOREVER, PATIENCE_S, ROOT, Bench, alive, ended, next_event
@@ -117,6 +121,25 @@ async def test_what_a_killed_worker_wrote_is_in_the_file_once_it_was_asked_for(b
             assert await logged.logs.flush(str(logged.path("0.err"))) == Flushed(None)
             assert logged.path("0.err").read_bytes() == (b"Traceback\n" * 5000 + b"last") * (cycle + 1)
             await next_event(logged.link, Gone)
+
+
+@pytest.mark.rule("G8", "D4")
+def test_an_answer_comes_after_what_was_asked_for_is_written(tmp_path: Path) -> None:
+    """In this process, so that the answer comes before anything else was looked at; not even the handover was."""
+    ours, theirs = socket.socketpair()
+    supervisors_end, handover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handover.setblocking(False)
+    process = LogProcess(Channel(theirs), handover, os.getppid(), os.pipe2(os.O_NONBLOCK), None)
+    out, err = (os.fsencode(tmp_path / name) for name in ("out", "err"))
+    with OutputPipes(supervisors_end).open(OutputFiles(out, err, None)) as outputs:
+        os.write(outputs.stdout_fd, b"output")
+        os.write(outputs.stderr_fd, b"last words")
+    ours.sendall(encode({"type": "flush", "number": 1, "paths": [os.fsdecode(one) for one in (err, out)]}))
+    process._on_rest(PATIENCE_S)
+    assert ours.recv(4096).endswith(b'"missing_tail":null}')
+    assert (tmp_path / "out").read_bytes() == b"output"
+    assert (tmp_path / "err").read_bytes() == b"last words"
+    ours.close()
 
 
 @pytest.mark.rule("G8", "D4")

@@ -179,9 +179,15 @@ def test_log_names_across_cycles_and_nodes(cluster: Cluster) -> None:
         elif cycle == 1:
             agents["b"].send(signal.SIGTERM)
     expected = {("a", 0, 0), ("b", 0, 1), ("a", 1, 0), ("b", 1, 1), ("a", 2, 0), ("c", 2, 1)}
-    texts = {path: path.read_text() for path in cluster.logs.rglob("rank-*.out")}
-    assert set(texts.values()) == {f"{node} {cycle} {rank}" for node, cycle, rank in expected}
-    assert set(texts) == {cluster.log_of(node, cycle, f"rank-{rank}.out") for node, cycle, rank in expected}
+    wanted = {
+        cluster.log_of(node, cycle, f"rank-{rank}.out"): f"{node} {cycle} {rank}" for node, cycle, rank in expected
+    }
+
+    def texts() -> dict[Path, str]:
+        return {path: path.read_text() for path in cluster.logs.rglob("rank-*.out")}
+
+    cluster.board.until(lambda: all(texts().get(path) for path in wanted), "all output to be written")
+    assert texts() == wanted
     for name in "abc":
         log = (cluster.logs / "run" / name / "agent.log").read_text()
         assert f"joined run run as {name}" in log
