@@ -45,6 +45,7 @@ BACKEND = "nvrx"
 CONNECT_WITHIN_S = 30.0
 STORE_WAITS_S = 300.0
 """torch's own default for what waits in a store."""
+_IDENTICAL = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _FAILED, _LOST_COORDINATOR = 1, 4
 _PASSED_ON_ABOVE = 4
 """Exit codes that mean something to a scheduler: excluded, not worth starting again."""
@@ -172,7 +173,9 @@ class NvrxRendezvous(RendezvousHandler):
 
         launch = self._launch(agent)
         try:
-            config = resolve(join_options(self._asked, launch), dict(os.environ))
+            # An earlier launch in this process may have set what is set below: no difference between nodes.
+            around = {name: value for name, value in os.environ.items() if name != _IDENTICAL}
+            config = resolve(join_options(self._asked, launch), around)
         except Failed as error:
             raise RendezvousError(str(error)) from error
         if not logging.getLogger("nvrx").hasHandlers():
@@ -187,7 +190,7 @@ class NvrxRendezvous(RendezvousHandler):
             )
         # torch's agents agree on ranks through their store, and wait there for a node that is lost meanwhile. Here all
         # have as many workers, which Join has checked: each can say by itself.
-        os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+        os.environ.setdefault(_IDENTICAL, "1")
         atexit.register(self._at_exit)
         with grpc_environment():
             return MembershipThread(config, self._seat, program_version())
@@ -210,7 +213,7 @@ class NvrxRendezvous(RendezvousHandler):
 
     def _part(self, reason: str, *, succeeded: bool = False, exits: tuple[WorkerExit, ...] = ()) -> None:
         """Leave the run, once."""
-        from .torchrun_agent import Parting
+        from .torchrun_seat import Parting
 
         atexit.unregister(self._at_exit)
         thread, self._thread = self._thread, None

@@ -36,9 +36,9 @@ from .processes import pid_space
 from .progress import CheckpointProgress
 from .rank_maps import KeptMaps, Wanted
 from .store_ports import StorePorts
-from .torchrun_seat import Ended, Given, Seat
-from .torchrun_workers import WorkerWatch
-from .worker_environment import OURS, Place, WorkerPaths, worker_environment
+from .torchrun_seat import Ended, Given, Parting, Seat
+from .torchrun_workers import WorkerWatch, our_variables
+from .worker_environment import Place
 from .worker_files import WorkerFiles
 from .worker_specs import describe_place
 
@@ -48,15 +48,6 @@ LOOK_FOR_WORKERS_EVERY_S = 0.02
 OUTCOME_WITHIN_S = 2.0
 """How long a node that has finished waits to hear that all have (rule D8)."""
 HOW_UNKNOWN = "torchrun stopped this node's workers by itself; how they ended is not known"
-
-
-@dataclass(frozen=True)
-class Parting:
-    """Why torch's agent ends, and how its workers did, as far as it says so itself."""
-
-    reason: str
-    succeeded: bool = False
-    exits: tuple[WorkerExit, ...] = ()
 
 
 @dataclass
@@ -462,24 +453,16 @@ class TorchrunAgent:
         is_hosted = given.master.lasting_port is not None
         store = HostPort(given.master.address or self._coordinator.endpoint.host, given.master.port)
         log.info("%s", describe_place(given))
-        self._seat.offer(Given(given, store, not is_hosted and given.group_rank == 0, self._environment(life, given)))
+        self._seat.offer(Given(given, store, not is_hosted and given.group_rank == 0, self._variables(life, given)))
 
-    def _environment(self, life: _Life, given: Assignment) -> dict[str, str]:
-        """Our part of what workers see (rule G1); torch's names are its agent's own."""
+    def _variables(self, life: _Life, given: Assignment) -> dict[str, str]:
         failed = self._agent.desired.failed_cycle if self._agent.desired is not None else None
-        paths = WorkerPaths(
-            error_file="",
-            rank_map=str(life.files.rank_map(given.cycle)),
-            failed_rank_map=str(life.files.failed_rank_map(failed)) if failed is not None else None,
-        )
         place = Place(life.joined.run_id, life.command.node.node_id, self._coordinator.endpoint)
-        whole = worker_environment({}, place, given, LocalRank(0), paths)
-        return {name: value for name, value in whole.items() if name in OURS and name.startswith("NVRX_")}
+        return our_variables(place, given, life.files, failed)
 
     def _stop(self, life: _Life, reason: str) -> None:
         log.info("stopping the workers of cycle %s: %s", self._agent.cycle, reason)
-        if self._seat.withdraw():
-            # torch's agent never heard of that place: there is nothing to stop.
+        if self._seat.withdraw():  # torch's agent never heard of that place: there is nothing to stop
             asyncio.get_running_loop().call_soon(self.came_for_next, self._agent.cycle)
         elif self._last_success is not None:
             self._chore(self._leave_finished(life))

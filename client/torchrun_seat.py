@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvrx.core.endpoint import HostPort
+from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber
 from nvrx.core.ranks import Assignment
 
@@ -33,6 +34,15 @@ class Ended:
 
     exit_code: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Why torch's agent ends, and how its workers did, as far as it says so itself."""
+
+    reason: str
+    succeeded: bool = False
+    exits: tuple[WorkerExit, ...] = ()
 
 
 class Seat:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from .config import NodeConfig
 from .coordinator import Coordinator
-from .torchrun_agent import Parting, TorchrunAgent
-from .torchrun_seat import Seat
+from .torchrun_agent import TorchrunAgent
+from .torchrun_seat import Parting, Seat
 
 PARTING_WITHIN_S = 10.0
 """How long the end of torch's agent waits for this node to have left: an absent coordinator must not hold it up."""

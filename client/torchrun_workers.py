@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx.core.facts import WorkerExit
-from nvrx.core.ids import LocalRank
+from nvrx.core.ids import CycleNumber, LocalRank
+from nvrx.core.ranks import Assignment
 
-from .worker_files import words_in
+from .worker_environment import OURS, Place, WorkerPaths, worker_environment
+from .worker_files import WorkerFiles, words_in
 from .worker_start import signal_name
 
 ERROR_FILE = b"TORCHELASTIC_ERROR_FILE="
@@ -72,6 +74,20 @@ class WorkerWatch:
             return
         self._forget(one.local_rank)
         self._on_exit(_exit_of(one, found))
+
+
+def our_variables(place: Place, given: Assignment, files: WorkerFiles, failed: CycleNumber | None) -> dict[str, str]:
+    """Our part of what workers see (rule G1); torch's names are its agent's own.
+
+    `failed` is the latest cycle that failed with this node in it.
+    """
+    paths = WorkerPaths(
+        error_file="",
+        rank_map=str(files.rank_map(given.cycle)),
+        failed_rank_map=str(files.failed_rank_map(failed)) if failed is not None else None,
+    )
+    whole = worker_environment({}, place, given, LocalRank(0), paths)
+    return {name: value for name, value in whole.items() if name in OURS and name.startswith("NVRX_")}
 
 
 def _exit_of(one: _Watched, found: os.waitid_result) -> WorkerExit:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nvrx.client.config import resolve
-from nvrx.client.torchrun_agent import HOW_UNKNOWN, Parting, TorchrunAgent
+from nvrx.client.torchrun_agent import HOW_UNKNOWN, TorchrunAgent
 from nvrx.client.torchrun_launch import Launch, Rendezvous, join_options
-from nvrx.client.torchrun_seat import Ended, Given, Seat
+from nvrx.client.torchrun_seat import Ended, Given, Parting, Seat
 from nvrx.client.torchrun_thread import MembershipThread, grpc_environment
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber, LocalRank
