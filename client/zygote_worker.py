@@ -195,18 +195,17 @@ def set_name(libc: ctypes.CDLL, name: bytes) -> None:
 
 
 def _reopen(stream: Any, fd: int, name: str) -> None:
-    """The same object, as it would be had it been made for what the descriptor is now: others may hold it."""
+    """The same stream, as it would be had it been made for what the descriptor is now: others may hold it."""
     if type(stream) is not io.TextIOWrapper:
         return
-    buffer: Any = stream.buffer
-    raw = getattr(buffer, "raw", buffer)
     stream.flush()
     settings = {"encoding": stream.encoding, "errors": stream.errors, "newline": "\n"}
     line_buffering, write_through = stream.line_buffering, stream.write_through
-    raw.__init__(fd, "wb", closefd=False)
+    # New ones below: the old remember whether what they were made for could be sought, and a pipe cannot.
+    raw = io.FileIO(fd, "wb", closefd=False)
     raw.name = name
-    if buffer is not raw:
-        buffer.__init__(raw, max(raw._blksize, 2))
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)
+    buffer: Any = io.BufferedWriter(raw, max(raw._blksize, 2)) if is_buffered else raw  # type: ignore[attr-defined]
     stream.__init__(buffer, **settings, line_buffering=line_buffering, write_through=write_through)  # type: ignore[misc]
     stream.mode = "w"  # type: ignore[misc]
 
