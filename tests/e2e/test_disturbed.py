@@ -106,7 +106,8 @@ def test_a_journal_that_is_deleted_in_use_ends_the_coordinator_and_no_worker(clu
 def test_a_node_that_is_killed_whole_uses_up_no_last_restart(cluster: Cluster) -> None:
     """Worker first, then agent, as a scheduler does it: the loss is the cause, and costs no restart."""
     cluster.serve()
-    agents = cluster.join_all("a b c", "--nnodes", "2:3", "--last-call", "20", "--max-restarts", "1")
+    options = ("--nnodes", "2:3", "--last-call", "20", "--max-restarts", "1", "--settle", "0")
+    agents = cluster.join_all("a b c", *options)
     cluster.workers(0, 2)[0].tell("exit", code=3)
     workers = cluster.workers(1, 2)
     cluster.wait_for("CycleRunning", 1)

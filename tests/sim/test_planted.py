@@ -110,7 +110,7 @@ def revisions_begin_anew_with_the_coordinator(patch: pytest.MonkeyPatch) -> None
     patch.setattr(engine.Engine, "load", load)
 
 
-@mistake("D1", "E5")
+@mistake("C1", "D1", "E5")
 def words_of_an_old_incarnation_count_for_the_new(patch: pytest.MonkeyPatch) -> None:
     original = decide.require_member
 
@@ -198,16 +198,6 @@ def the_end_of_an_older_stream_shortens_the_lease(patch: pytest.MonkeyPatch) -> 
         self.nudge(session.run_id)
 
     patch.setattr(engine.Engine, "close_session", close_session)
-
-
-@mistake("E5")
-def a_stream_that_comes_late_takes_over(patch: pytest.MonkeyPatch) -> None:
-    original = engine.Engine.open_session
-
-    def open_session(self: Any, run_id: str, node_id: Any, incarnation: Any, sequence: int) -> Any:
-        return original(self, run_id, node_id, incarnation)
-
-    patch.setattr(engine.Engine, "open_session", open_session)
 
 
 @mistake("D2")

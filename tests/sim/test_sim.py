@@ -18,7 +18,7 @@ SEEDS_OF = "NVRX_SIM_SEEDS"
 SEEDS = int(os.environ.get(SEEDS_OF, 480))
 PARTS = 12
 PER_PART = SEEDS // PARTS
-LIVELY_SEEDS = 60
+LIVELY_SEEDS = 90
 RARE = {"RunReopened", "NodeQuarantined", "QuarantineEnded", "CheckTrusted"}
 
 
