@@ -10,7 +10,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check lint format protos bench bench-store bench-restart bench-leaks bench-failover clean
+.PHONY: help demo test test-slurm soak check lint format protos bench bench-store bench-restart bench-leaks bench-failover clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ demo: $(VENV)/.installed  ## watch a small real training survive the loss of a w
 
 test: $(VENV)/.installed  ## run the tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/.installed  ## run the tests on a real Slurm cluster, made here (needs root and Debian's slurmctld, slurmd, slurm-client, munge)
+	$(PY) -m pytest tests/slurm $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed  ## simulate 10,000 runs with faults (NVRX_SOAK_SEEDS=N: as many); see docs/simulator.md
 	$(PY) -m tests.sim $(SOAK_ARGS)
