@@ -62,7 +62,8 @@ async def test_the_end_of_an_older_cycle_that_is_told_twice_is_not_that_of_the_n
     bed.watch.started(C4, RANKS)
     assert await bed.ranks_found() == [1]
     bed.watch.gone(C4)
-    assert not Path(paths[1]).exists()
+    with pytest.raises(FileNotFoundError):
+        say(paths[1], 6)
 
 
 @pytest.mark.rule("G9")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -272,3 +273,22 @@ def test_the_log_process_imports_little() -> None:
         [sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
     assert not {"asyncio", "grpc", "google", "torch", "pickle", "subprocess", "logging"} & set(modules)
+
+
+@pytest.mark.rule("G8", "G1")
+async def test_workers_need_more_descriptors_than_the_soft_limit_and_keep_it_themselves(bench: Bench) -> None:
+    """Two cycles, as the read ends of the one before are kept."""
+    count = 24
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, given[1]))
+    try:
+        logged = started(bench)
+        running = await logged.__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, given)
+    for cycle in range(2):
+        await running.link.spawn(cycle, [bench.shell("ulimit -n", rank) for rank in range(count)])
+        await next_event(running.link, Gone)
+    for rank in range(count):
+        assert await grows(running.path(f"{rank}.out"), 6) == b"80\n80\n"
+    await logged.__aexit__(None, None, None)
