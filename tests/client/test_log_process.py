@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.client import log_link
 from nvrx.client.log_file import Rotation
 from nvrx.client.log_link import Flushed, LogLink
 from nvrx.client.log_process import LogProcess
@@ -227,6 +228,24 @@ async def test_a_log_process_that_hangs_delays_a_failure_once(bench: Bench, capl
             assert await logged.logs.flush(str(logged.path("0.err"))) == Flushed(None)
         os.kill(pid, signal.SIGCONT)
         await until(lambda: not logged.logs.is_late)
+    assert len([record for record in caplog.records if "is not written yet" in record.getMessage()]) == 1
+
+
+@pytest.mark.rule("G8", "D2")
+async def test_a_log_process_that_is_slow_with_each_of_many_delays_them_no_longer_than_one_that_hangs(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer comes late, but it comes: no new cycle begins before the last of them."""
+    monkeypatch.setattr(log_link, "_PATIENCE_AGAIN", 0.0)  # however long this machine takes
+    async with started(bench) as logged:
+        await logged.link.spawn(0, [bench.shell(FOREVER)])
+        pid = logged.logs.pid
+        assert pid is not None
+        for _ in range(3):
+            os.kill(pid, signal.SIGSTOP)
+            assert await logged.logs.flush(str(logged.path("0.err"))) == Flushed(None)
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: not logged.logs.is_late)
     assert len([record for record in caplog.records if "is not written yet" in record.getMessage()]) == 1
 
 
