@@ -236,8 +236,8 @@ def test_usr_signals_to_every_process_of_a_step_end_none_of_ours(cluster: Cluste
     for one in workers:
         one.tell("exit", code=0)
     assert [agent.ended(), local.ended()] == [0, 0]
-    for one in (agent, local):
-        assert [line for line in one.err if "lost the coordinator" in line or "the watch of" in line] == []
+    for program in (agent, local):
+        assert [line for line in program.err if "lost the coordinator" in line or "the watch of" in line] == []
 
 
 @pytest.mark.rule("G3")
