@@ -111,7 +111,7 @@ async def test_a_warm_worker_whose_output_a_log_process_takes_is_like_a_cold_one
             "exit code 1",
         ),
         (
-            "import os\npid = os.fork()\nprint('forked', pid == 0, flush=True)\nif pid: os.waitpid(pid, 0)",
+            "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('forked', pid == 0, flush=True)",
             "exit code 0",
         ),
         (
