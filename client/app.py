@@ -130,7 +130,7 @@ class NodeAgent(Membership):
             case Gone(cycle=None):
                 pass
             case Gone():
-                self._hangs.watch.close()
+                self._hangs.watch.gone(CycleNumber(event.cycle or 0))
                 self._observe(machine.TreeGone(CycleNumber(event.cycle or 0)))
             case Waiting():
                 log.warning("waiting for the workers of an earlier agent of this node to end (%s)", event.holder_pid)

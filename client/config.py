@@ -6,6 +6,7 @@ Checks what can be checked before anything is joined. Raises Failed with one lin
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -38,6 +39,9 @@ from .machine import this_machine
 from .numa import NumaPlan, NumaWish, plan_numa
 
 DEFAULT_COORDINATOR_GRACE_S = 600.0
+DESCRIPTORS_PER_WORKER = 6
+"""In the processes that hold workers' pipes: both ends, or one and a file; one each of the cycle before."""
+DESCRIPTORS_BESIDE = 64
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ def resolve(options: JoinOptions, env: Mapping[str, str]) -> NodeConfig:
         raise Failed(str(error), EXIT_USAGE) from error
     gpus = NodeGpus(env)
     shape = _shape(options, env, node_id, surroundings, gpus)
+    _refuse_few_descriptors(shape.workers_per_node)
     config = NodeConfig(
         options=options,
         run_id=run_id,
@@ -271,6 +276,18 @@ def _workers_per_node(text: str, gpus: NodeGpus) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise Failed(f"--nproc-per-node {text!a} is not a number from 1 up, nor gpu, nor cpu", EXIT_USAGE)
     return int(text)
+
+
+def _refuse_few_descriptors(workers: int) -> None:
+    """The soft limit is ours to raise, this one is not; where it is too low, a later cycle is the first to fail."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = workers * DESCRIPTORS_PER_WORKER + DESCRIPTORS_BESIDE
+    if resource.RLIM_INFINITY != limit < needed:
+        raise Failed(
+            f"{workers} workers need {needed} open files in one process, but the hard limit here is {limit} "
+            "(ulimit -Hn); raise it, or lower --nproc-per-node",
+            EXIT_USAGE,
+        )
 
 
 def _argv(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:

@@ -94,6 +94,11 @@ class HangWatch:
             self._timer.cancel()
             self._timer = None
 
+    def gone(self, cycle: CycleNumber) -> None:
+        """No worker of this cycle is left. May be said again, when the next ones are about to be started."""
+        if cycle == self._cycle:
+            self.close()
+
     def close(self) -> None:
         """No worker is left."""
         self.stop()

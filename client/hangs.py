@@ -19,12 +19,14 @@ from nvrx.core.ranks import Assignment
 
 from .hang_watch import HangWatch
 from .processes import read_stat
+from .slow_files import done_within
 from .stacks import PROGRAM, Stack, append_stack, find_py_spy, take_stack
 from .supervisor_link import Spawned
 from .worker_files import WorkerFiles
 
 log = logging.getLogger("nvrx.node")
 
+KEPT_WITHIN_S = 1.0
 LEAST_TIMEOUT_S = 1.0
 """Below, a busy machine is taken for a hung worker."""
 
@@ -108,7 +110,9 @@ class Hangs:
         if not found.text:
             log.warning("no stack of rank %d (pid %d): %s", rank, pid, found.problem)
         about = f"rank {rank} (local rank {one.local_rank}, pid {pid}) hangs: {one.message}"
-        await asyncio.to_thread(_keep, self._log(running, rank), about, found)
+        path = self._log(running, rank)
+        if not await done_within(KEPT_WITHIN_S, lambda: _keep(path, about, found)):
+            log.warning("the stack of rank %d is not written to %s yet; the file system may hang", rank, path)
 
     def _rank(self, running: _Running, local_rank: LocalRank) -> GlobalRank:
         return global_rank(running.given.group_rank, local_rank, running.given.workers_per_node)

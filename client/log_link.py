@@ -30,6 +30,9 @@ _BOOT = (
 )
 _HELD_BACK_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FLUSH_WITHIN_S = 0.5
+# All waits together: as many workers fail at once as there are. This much of it comes back in a second.
+_PATIENCE_AGAIN = 0.05
+_LEAST_PATIENCE_S = 0.1
 _CLOSE_WITHIN_S = 5.0
 # One that dies as soon as it starts is not started again and again without a pause.
 _LIVES_AT_LEAST_S = 5.0
@@ -66,6 +69,8 @@ class LogLink:
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future[Flushed]] = {}
         self.is_late = False
+        self._patience_s = _FLUSH_WITHIN_S
+        self._patience_at_s = time.monotonic()
         self._closing = False
 
     @classmethod
@@ -99,21 +104,32 @@ class LogLink:
         """Returns once everything that was in the pipes of these files is written, or after half a second.
 
         What is missing is told of the first.
-        While an earlier answer is overdue (a file system hangs) it does not wait at all.
+        While an earlier answer is overdue (a file system hangs) it does not wait at all, and where many follow each
+        other no longer than half a second for all of them.
         """
-        if self._current is None or self.is_late:
+        patience_s = self._patience()
+        if self._current is None or self.is_late or patience_s < _LEAST_PATIENCE_S:
             return Flushed()
         number = next(self._numbers)
         answer: asyncio.Future[Flushed] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._send({"type": "flush", "number": number, "paths": [pack_bytes(one) for one in (path, *others)]})
         try:
-            async with asyncio.timeout(_FLUSH_WITHIN_S):
+            async with asyncio.timeout(patience_s):
                 return await asyncio.shield(answer)
         except TimeoutError:
             self.is_late = number in self._asked
             log.warning("the last of %s is not written yet; the file system may hang", path)
             return Flushed()
+        finally:
+            self._patience_s -= time.monotonic() - self._patience_at_s
+
+    def _patience(self) -> float:
+        """How long a flush may wait now."""
+        now_s = time.monotonic()
+        again_s = (now_s - self._patience_at_s) * _PATIENCE_AGAIN
+        self._patience_s, self._patience_at_s = min(max(0.0, self._patience_s) + again_s, _FLUSH_WITHIN_S), now_s
+        return self._patience_s
 
     async def close(self) -> None:
         """Once no worker is left: returns when all output is written, or after seconds."""

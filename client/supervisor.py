@@ -27,7 +27,7 @@ from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 from .supervisor_record import MARKER_NAME, Record, RecordError, RunningWorker, marker
 from .tree_stop import TreeStop
 from .warm import Born, Start, Warmth, WarmWish
-from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker
+from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker, take_more_descriptors
 
 # What is left of the grace when the agent is gone: all must have ended 5 s after it.
 _ORPHANED_GRACE_S = 3.0
@@ -441,6 +441,7 @@ def main(arguments: list[str]) -> int:
     processes.set_process_name("nvrx-supervisor")
     processes.become_subreaper()
     processes.set_parent_death_signal(_AGENT_DIED_SIGNAL)
+    take_more_descriptors()
     os.set_inheritable(fd, False)
     to_log_process = socket.socket(fileno=int(arguments[2])) if arguments[2] != "-" else None
     if to_log_process is not None:

@@ -16,6 +16,9 @@ from nvrx.commandline import Failed
 from nvrx.core.facts import MAX_MESSAGE, MAX_STDERR_TAIL
 from nvrx.core.ids import CycleNumber, GlobalRank, NodeId, RunId, name_problem
 
+from .slow_files import Aside
+
+_READ_WITHIN_S = 0.5
 _MAX_ERROR_FILE = 1024 * 1024
 
 
@@ -36,6 +39,7 @@ class WorkerFiles:
             if problem is not None:
                 raise Failed(f"no folder for logs: {problem}")
         self.directory = log_dir.absolute() / run_id / node_id
+        self._aside = Aside(_READ_WITHIN_S)
 
     @property
     def agent_log(self) -> Path:
@@ -50,8 +54,8 @@ class WorkerFiles:
         return path
 
     def output(self, cycle: CycleNumber, rank: GlobalRank, kind: str) -> Path:
-        """`rank-<global>.out`, `.err` or `.error.json`."""
-        return self.cycle(cycle) / f"rank-{rank}.{kind}"
+        """`rank-<global>.out`, `.err` or `.error.json`, in a directory that need not be there yet."""
+        return self.directory / f"cycle-{cycle}" / f"rank-{rank}.{kind}"
 
     def rank_map(self, cycle: CycleNumber) -> Path:
         """The map that the cycle's workers were started with."""
@@ -62,12 +66,14 @@ class WorkerFiles:
         return self.cycle(cycle) / "failed-rank-map.json"
 
     def last_words(self, cycle: CycleNumber, rank: GlobalRank, missing_tail: bytes | None = None) -> LastWords:
-        """Read what a failed worker left; unreadable files count as silence.
+        """Read what a failed worker left; unreadable files count as silence, and so do those that do not answer.
 
         `missing_tail`: the end of its standard error where the file lacks it.
         """
-        directory = self.directory / f"cycle-{cycle}"
-        return words_in(directory / f"rank-{rank}.error.json", directory / f"rank-{rank}.err", missing_tail)
+        error_file, stderr_file = self.output(cycle, rank, "error.json"), self.output(cycle, rank, "err")
+        found: list[LastWords] = []
+        in_time = self._aside.do(lambda: found.append(words_in(error_file, stderr_file, missing_tail)))
+        return found[0] if in_time and found else LastWords("", _decoded(missing_tail or b""))
 
 
 def words_in(error_file: Path, stderr_file: Path, missing_tail: bytes | None = None) -> LastWords:

@@ -33,6 +33,7 @@ def worker_specs(
     Makes the cycle's directory. Raises OSError.
     """
     specs = []
+    files.cycle(given.cycle)
     for index in range(given.workers_per_node):
         local_rank = LocalRank(index)
         rank = global_rank(given.group_rank, local_rank, given.workers_per_node)

@@ -4,8 +4,10 @@ Must not know: cycles, the agent, the protocol, asyncio, or anything outside the
 Only for a single-threaded process (the supervisor): code runs between fork and exec.
 """
 
+import contextlib
 import errno
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterable
@@ -17,6 +19,8 @@ from .processes import allow_debugging_by, set_parent_death_signal
 # What a shell answers for a command it cannot find, or cannot run.
 _NOT_FOUND = 127
 NOT_RUNNABLE = 126
+_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""How many this process was given, and workers are to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,15 @@ def start_worker(command: Command, outputs: Outputs) -> subprocess.Popen[bytes] 
         return _not_started(command, error)
 
 
+def take_more_descriptors() -> None:
+    """For this process alone: the soft limit is often too low for the pipes of many workers."""
+    hard = _DESCRIPTORS[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def before_exec(supervisor_pid: int, blocked: Iterable[int] = ()) -> Callable[[], None]:
-    """For a child of the supervisor: to die with it, and to have the signal settings of a fresh process."""
+    """For a child of the supervisor: to die with it, and to have the signal settings and limits of a fresh process."""
     # Exec resets what has a handler; an ignored signal (as what a terminal sends, here) would stay ignored.
     ignored = [signo for signo in signal.valid_signals() if signal.getsignal(signo) is signal.SIG_IGN]
     agent_pid = os.getppid()
@@ -70,6 +81,7 @@ def before_exec(supervisor_pid: int, blocked: Iterable[int] = ()) -> Callable[[]
         if os.getppid() != supervisor_pid:  # it died before we asked to be told
             os._exit(NOT_RUNNABLE)
         allow_debugging_by(agent_pid)  # py-spy, which the agent starts when a worker hangs, is no parent of it
+        resource.setrlimit(resource.RLIMIT_NOFILE, _DESCRIPTORS)
         for signo in ignored:
             signal.signal(signo, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

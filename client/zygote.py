@@ -31,6 +31,7 @@ _FDS_PER_WORKER = 3
 _OUTPUT_LIMIT_BYTES = 64 * 1024
 _HARMLESS_FILES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LOW_PRIORITY = 19
+_THREADS_LOOKS, _THREADS_AGAIN_S = 20, 0.01
 
 if TYPE_CHECKING:
     Run = Callable[[], None]
@@ -189,7 +190,7 @@ class Zygote:
 
     def _problem(self, ours: Sequence[int] = ()) -> str:
         """Why workers cannot be forked from here; empty where they can. `ours`: descriptors beside the socket."""
-        tasks = len(os.listdir("/proc/self/task"))
+        tasks = _threads()
         if tasks != 1:
             return f"after its imports it has {tasks} threads"
         children = _children()
@@ -308,6 +309,18 @@ def _looks(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _threads() -> int:
+    """How many there are; one that has been joined may take a moment to be gone."""
+    import time
+
+    for _ in range(_THREADS_LOOKS):
+        count = len(os.listdir("/proc/self/task"))
+        if count == 1:
+            break
+        time.sleep(_THREADS_AGAIN_S)
+    return count
 
 
 def _children() -> str:

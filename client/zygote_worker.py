@@ -195,17 +195,22 @@ def set_name(libc: ctypes.CDLL, name: bytes) -> None:
 
 
 def _reopen(stream: Any, fd: int, name: str) -> None:
-    """The same stream, as it would be had it been made for what the descriptor is now: others may hold it."""
+    """The same object, as it would be had it been made for what the descriptor is now: others may hold it.
+
+    On a file object of its own, as one keeps for its life whether it can be sought in: a pipe cannot.
+    """
     if type(stream) is not io.TextIOWrapper:
         return
+    buffer: Any = stream.buffer
     stream.flush()
     settings = {"encoding": stream.encoding, "errors": stream.errors, "newline": "\n"}
     line_buffering, write_through = stream.line_buffering, stream.write_through
-    # New ones below: the old remember whether what they were made for could be sought, and a pipe cannot.
-    raw = io.FileIO(fd, "wb", closefd=False)
+    raw: Any = io.FileIO(fd, "wb", closefd=False)
     raw.name = name
-    is_buffered = isinstance(stream.buffer, io.BufferedWriter)
-    buffer: Any = io.BufferedWriter(raw, max(raw._blksize, 2)) if is_buffered else raw  # type: ignore[attr-defined]
+    if isinstance(buffer, io.BufferedWriter):
+        buffer.__init__(raw, max(raw._blksize, 2))  # type: ignore[misc]
+    else:
+        buffer = raw
     stream.__init__(buffer, **settings, line_buffering=line_buffering, write_through=write_through)  # type: ignore[misc]
     stream.mode = "w"  # type: ignore[misc]
 

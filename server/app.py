@@ -91,6 +91,8 @@ def _raise_descriptor_limit() -> None:
 
 async def serve(config: ServeConfig, version: str) -> None:
     """Run a coordinator in this process until SIGTERM, SIGINT or its end. Raises what its `start` and `run` do."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # sent to every process of a Slurm step; for workers (rule G6)
     _raise_descriptor_limit()
     gc.set_threshold(*_GC_THRESHOLDS)
     if config.etcd is not None:

@@ -18,24 +18,27 @@ CHUNKS_AT_ONCE = 16
 LAST_CHUNKS = 64
 """What is still in the pipe when a process has ended: more than any pipe holds."""
 _THROUGH_SH = ("/bin/sh", "-c", 'exec "$@"', "sh")
+_DEAF = ("/bin/sh", "-c", 'trap "" HUP INT QUIT TERM USR1 USR2; exec "$@"', "sh")
+"""A batch scheduler signals every process of a step: what it asks for is between workers and agent."""
 
 
 class Child:
     """A running process. `ended` has its exit code (negative: the signal), once it is reaped.
 
     The command is found by a shell that it then replaces: where its file does not answer, that waits and not the agent.
+    `is_ours`: it is one of our programs, that ignores signals and is asked on its standard input.
     Raises OSError where not even the shell can be started.
     """
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], *, stdin: bool = False
+        self, argv: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], *, is_ours: bool = False
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_output = on_output
         self._process = subprocess.Popen(
-            [*_THROUGH_SH, *argv],
+            [*(_DEAF if is_ours else _THROUGH_SH), *argv],
             env=dict(env),
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if is_ours else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -91,7 +91,7 @@ class Watching:
         self._heard.clear()
         program = self.program
         try:
-            child = Child(program.argv, program.environment(self._env), self._hear, stdin=True)
+            child = Child(program.argv, program.environment(self._env), self._hear, is_ours=True)
         except OSError as error:
             self._last_words = error.strerror or repr(error)
             return -1

@@ -236,8 +236,8 @@ def main(arguments: Sequence[str]) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C is for the coordinator
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's Ctrl-C is for the coordinator, the others for workers
     paths = Paths(options.directory, options.key)
     try:
         make_private(str(options.directory))

@@ -52,6 +52,21 @@ async def bed(tmp_path: Path) -> AsyncIterator[Bed]:
 
 
 @pytest.mark.rule("G9")
+async def test_the_end_of_an_older_cycle_that_is_told_twice_is_not_that_of_the_new_one(bed: Bed) -> None:
+    """The supervisor tells it to a stop that comes late, too; meanwhile the next workers are about to be started."""
+    bed.watch.open(CycleNumber(3), 2)
+    bed.watch.gone(CycleNumber(3))
+    paths = bed.watch.open(C4, 2)
+    bed.watch.gone(CycleNumber(3))
+    say(paths[1], 5)
+    bed.watch.started(C4, RANKS)
+    assert await bed.ranks_found() == [1]
+    bed.watch.gone(C4)
+    with pytest.raises(FileNotFoundError):
+        say(paths[1], 6)
+
+
+@pytest.mark.rule("G9")
 async def test_what_a_worker_says_before_its_start_is_known_counts(bed: Bed) -> None:
     paths = bed.watch.open(C4, 2)
     say(paths[1], 5)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.client import log_link
 from nvrx.client.log_file import Rotation
 from nvrx.client.log_link import Flushed, LogLink
 from nvrx.client.log_process import LogProcess
@@ -229,6 +231,24 @@ async def test_a_log_process_that_hangs_delays_a_failure_once(bench: Bench, capl
     assert len([record for record in caplog.records if "is not written yet" in record.getMessage()]) == 1
 
 
+@pytest.mark.rule("G8", "D2")
+async def test_a_log_process_that_is_slow_with_each_of_many_delays_them_no_longer_than_one_that_hangs(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer comes late, but it comes: no new cycle begins before the last of them."""
+    monkeypatch.setattr(log_link, "_PATIENCE_AGAIN", 0.0)  # however long this machine takes
+    async with started(bench) as logged:
+        await logged.link.spawn(0, [bench.shell(FOREVER)])
+        pid = logged.logs.pid
+        assert pid is not None
+        for _ in range(3):
+            os.kill(pid, signal.SIGSTOP)
+            assert await logged.logs.flush(str(logged.path("0.err"))) == Flushed(None)
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: not logged.logs.is_late)
+    assert len([record for record in caplog.records if "is not written yet" in record.getMessage()]) == 1
+
+
 @pytest.mark.rule("G8")
 async def test_files_are_rotated(bench: Bench) -> None:
     async with started(bench, Rotation(10_000, 2)) as logged:
@@ -272,3 +292,22 @@ def test_the_log_process_imports_little() -> None:
         [sys.executable, "-I", "-S", "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
     assert not {"asyncio", "grpc", "google", "torch", "pickle", "subprocess", "logging"} & set(modules)
+
+
+@pytest.mark.rule("G8", "G1")
+async def test_workers_need_more_descriptors_than_the_soft_limit_and_keep_it_themselves(bench: Bench) -> None:
+    """Two cycles, as the read ends of the one before are kept."""
+    count = 24
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, given[1]))
+    try:
+        logged = started(bench)
+        running = await logged.__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, given)
+    for cycle in range(2):
+        await running.link.spawn(cycle, [bench.shell("ulimit -n", rank) for rank in range(count)])
+        await next_event(running.link, Gone)
+    for rank in range(count):
+        assert await grows(running.path(f"{rank}.out"), 6) == b"80\n80\n"
+    await logged.__aexit__(None, None, None)

@@ -108,6 +108,31 @@ async def test_without_py_spy_it_is_said_once_and_hangs_are_found_all_the_same(
     found.watch.close()
 
 
+@pytest.mark.rule("G9", "G8")
+async def test_a_log_that_does_not_answer_keeps_no_hung_worker_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file system at which it hangs may be that of its log; here a pipe that nobody reads."""
+    monkeypatch.setattr(hangs, "find_py_spy", lambda env: program(tmp_path / "py-spy", "echo Thread 1"))
+    monkeypatch.setattr(hangs, "KEPT_WITHIN_S", 0.1)
+    observed: list[machine.Observation] = []
+    found = Hangs(HangOptions(hang_timeout_s=30.0), tmp_path / "run", os.environ, observed.append)
+    files = WorkerFiles(tmp_path, RunId("r"), NodeId("n"))
+    found.open(GIVEN, files)
+    found.started(Spawned(4, (SpawnedWorker(0, os.getpid(), 1), SpawnedWorker(1, os.getpid(), 1))))
+    found._on_hung(CycleNumber(4), (Hung(LocalRank(1), "no heartbeat for 30.0 s"),))
+    [hung] = [one for one in observed if isinstance(one, machine.WorkersHung)]
+    log = files.cycle(CycleNumber(4)) / "rank-3.err"
+    os.mkfifo(log)
+    try:
+        await found.take_stacks(machine.TakeStacks(CycleNumber(4), hung.hung))
+        assert observed == [hung, machine.StacksTaken(CycleNumber(4))]
+        assert "the stack of rank 3 is not written to" in caplog.text
+    finally:
+        os.close(os.open(log, os.O_RDWR))
+        found.watch.close()
+
+
 @pytest.mark.rule("G9")
 async def test_nothing_is_said_of_py_spy_where_no_hang_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

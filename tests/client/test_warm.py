@@ -181,6 +181,16 @@ async def test_threads_that_a_library_ends_before_a_fork_are_no_hindrance(bench:
     assert (await run(bench, link, worker, warm=True)).out == "1\n"
 
 
+async def test_a_thread_that_is_about_to_end_when_it_has_been_joined_is_no_hindrance(bench: Bench) -> None:
+    """Python's join does not wait for the last of it; here that last takes 50 ms."""
+    (bench.folder / "pool.py").write_text(
+        "import os, threading, time\ndef end():\n"
+        "    threading.Thread(target=time.sleep, args=(0.05,)).start()\nos.register_at_fork(before=end)\n"
+    )
+    worker = python(bench, "print('done')")
+    await warm_link(bench, worker, ["pool"])
+
+
 async def test_a_module_that_does_not_load_costs_a_line(bench: Bench) -> None:
     (bench.folder / "leaves.py").write_text("import sys; sys.exit('two\\nlines')")
     worker = python(bench, "import sys; print('decimal' in sys.modules)")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .supervision import Bench
-from .warmth import cold_and_warm, python, spec
+from .warmth import cold_and_warm, cold_and_warm_in_pipes, python, spec
 
 pytestmark = pytest.mark.rule("G10", "G3")
 EVERYTHING = Path(__file__).with_name("everything.py")
@@ -51,6 +51,18 @@ async def test_a_warm_worker_sees_what_a_cold_one_sees(
     cold, warm = await cold_and_warm(bench, spec(bench, argv, env=env))
     assert cold.end == "exit code 0"
     assert '"argv"' in cold.out
+    assert cold.out.endswith("at exit\n")
+    assert warm == cold
+
+
+@pytest.mark.rule("G8")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+async def test_a_warm_worker_whose_output_a_log_process_takes_is_like_a_cold_one(bench: Bench, unbuffered: str) -> None:
+    """Its streams are pipes, in which nobody can seek; those of the zygote are not."""
+    _lay_out(bench)
+    worker = spec(bench, [sys.executable, "every.py"], env={"PYTHONUNBUFFERED": unbuffered})
+    cold, warm = await cold_and_warm_in_pipes(bench, worker)
+    assert cold.end == "exit code 0"
     assert cold.out.endswith("at exit\n")
     assert warm == cold
 
@@ -99,7 +111,7 @@ async def test_a_warm_worker_sees_what_a_cold_one_sees(
             "exit code 1",
         ),
         (
-            "import os\npid = os.fork()\nprint('forked', pid == 0, flush=True)\nif pid: os.waitpid(pid, 0)",
+            "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)\nprint('forked', pid == 0, flush=True)",
             "exit code 0",
         ),
         (

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from nvrx.client.log_link import LogLink
 from nvrx.client.supervisor_link import Exited, Gone, Note, Spawned, SupervisorLink, WorkerSpec
 
 from .supervision import PATIENCE_S, ROOT, Bench, events_until
@@ -56,9 +57,11 @@ async def note(link: SupervisorLink, pattern: str) -> re.Match[str]:
         raise AssertionError(f"no note {pattern!r} among {seen}") from error
 
 
-async def warm_link(bench: Bench, worker: WorkerSpec, modules: Sequence[str] = MODULES) -> tuple[SupervisorLink, int]:
+async def warm_link(
+    bench: Bench, worker: WorkerSpec, modules: Sequence[str] = MODULES, handover_fd: int | None = None
+) -> tuple[SupervisorLink, int]:
     """A supervisor with a zygote that is ready, and the zygote's pid."""
-    link = await bench.link()
+    link = await bench.link(handover_fd=handover_fd)
     ask(link, worker, modules)
     return link, int((await note(link, r"ready \(pid (\d+)"))[1])
 
@@ -72,18 +75,23 @@ class Said:
     err: str
 
 
-async def run(bench: Bench, link: SupervisorLink, worker: WorkerSpec, *, warm: bool) -> Said:
+async def run(
+    bench: Bench, link: SupervisorLink, worker: WorkerSpec, *, warm: bool, logs: LogLink | None = None
+) -> Said:
     spawned = await link.spawn(1, [worker])
     assert [one.warm for one in spawned.workers] == [warm]
     events = await events_until(link, Gone)
     assert [type(one) for one in events if not isinstance(one, Note)] == [Spawned, Exited, Gone]
     [end] = [one for one in events if isinstance(one, Exited)]
+    if logs is not None:
+        await logs.flush(worker.stdout_path, worker.stderr_path)
 
     def plain(path: str) -> str:
         with open(path, "rb") as file:
             text = file.read().decode("latin-1")
         os.unlink(path)
         text = text.replace(str(spawned.workers[0].pid), "<worker>").replace(str(link.pid), "<supervisor>")
+        text = re.sub(r"pipe:\[\d+\]", "pipe", text)
         return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r"<supervisor>\.\d+", "<supervisor>.<start>", text))
 
     return Said(end.message, plain(worker.stdout_path), plain(worker.stderr_path))
@@ -96,6 +104,22 @@ async def cold_and_warm(bench: Bench, worker: WorkerSpec, modules: Sequence[str]
     await link.close()
     link, _ = await warm_link(bench, worker, modules)
     return cold, await run(bench, link, worker, warm=True)
+
+
+async def cold_and_warm_in_pipes(bench: Bench, worker: WorkerSpec) -> tuple[Said, Said]:
+    """The same as an agent has it: a log process takes the output."""
+    said = []
+    for warm in (False, True):
+        logs = await LogLink.start()
+        if warm:
+            link, _ = await warm_link(bench, worker, handover_fd=logs.handover_fd)
+        else:
+            link = await bench.link("cold", handover_fd=logs.handover_fd)
+        logs.supervised(link.hand_outputs_over_again)
+        said.append(await run(bench, link, worker, warm=warm, logs=logs))
+        await link.close()
+        await logs.close()
+    return said[0], said[1]
 
 
 def start_agent(bench: Bench, worker: WorkerSpec, prewarm: Sequence[str]) -> subprocess.Popen[bytes]:

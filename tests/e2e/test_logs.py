@@ -234,3 +234,22 @@ def _name(pid: int) -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+@pytest.mark.rule("G8")
+def test_more_workers_than_descriptors_are_refused_before_joining(cluster: Cluster) -> None:
+    """Where the soft limit is lower it is raised, as far as it goes for two cycles."""
+    few = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+    cluster.address = "127.0.0.1:9"
+    agent = cluster.join("n0", "--nproc-per-node", "33", wrapped=few)
+    assert agent.ended() == 2
+    agent.said(
+        r"33 workers need 262 open files in one process, but the hard limit here is 256 \(ulimit -Hn\); raise it, or "
+        "lower --nproc-per-node"
+    )
+    command = ["sh", "-c", "echo done; test $NVRX_CYCLE = 1 || exit 3"]
+    options = ("--nproc-per-node", "32", "--tee", "none", "--coordinator", "localhost:0")
+    again = cluster.join("n0", *options, wrapped=few, command=command)
+    assert again.ended() == 0
+    logs = cluster.logs / "run" / "n0" / "cycle-1"
+    assert [path.read_bytes() for path in logs.glob("rank-*.out")] == [b"done\n"] * 32

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nvrx.client.processes import descendants
+
 from .cluster import OBEY, Cluster, supervisor_of, worker_script
 from .programs import NODE, is_alive
 
@@ -216,6 +218,26 @@ def test_usr_signals_go_on_to_workers_that_handle_them(cluster: Cluster) -> None
     for one in (first, second):
         one.tell("exit", code=0)
     assert agent.ended() == 0
+
+
+@pytest.mark.rule("G6", "G11", "A4")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_usr_signals_to_every_process_of_a_step_end_none_of_ours(cluster: Cluster, number: signal.Signals) -> None:
+    """Coordinator and store, agent, supervisor, log process, health checks; the worker would have to handle them."""
+    coordinator = cluster.serve()
+    agent = cluster.join("n0", "--health-path", "/", "--health-interval", "0.1")
+    local = cluster.join("n1", "--coordinator", "localhost:0", "--health-path", "/", "--health-interval", "0.1")
+    workers = [cluster.worker("n0"), cluster.worker("n1")]
+    started = (coordinator, agent, local)
+    ours = {one.pid for one in started} | {stat.id.pid for one in started for stat in descendants(one.pid)}
+    ours -= {one.pid for one in workers}
+    for pid in ours:
+        os.kill(pid, number)
+    for one in workers:
+        one.tell("exit", code=0)
+    assert [agent.ended(), local.ended()] == [0, 0]
+    for program in (agent, local):
+        assert [line for line in program.err if "lost the coordinator" in line or "the watch of" in line] == []
 
 
 @pytest.mark.rule("G3")
