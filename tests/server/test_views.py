@@ -151,7 +151,7 @@ async def test_diff_shows_who_came_for_whom(story: Story, command: Command) -> N
 @pytest.mark.rule("H2")
 async def test_lookup(story: Story, command: Command) -> None:
     said = await command(story.served, "lookup", "--rank", "0", "--cycle", "0")
-    assert said.lines[1].split() == ["0", "0", "n0", "0", "0", "10.0.0.0", "GPU-n0-0", "ENDED"]
+    assert said.lines[1].split() == ["0", "0", "n0", "0", "0", "10.0.0.0", "GPU-n0-0", "0", "ENDED"]
     assert len((await command(story.served, "lookup", "--node", "n1")).lines) == 5
     told = await as_json(command, story.served, "lookup", "--gpu", "GPU-n2-0")
     assert [(one["cycle"], one["rank"], one["local_rank"]) for one in told["matches"]] == [(2, 2, 0)]
