@@ -96,7 +96,8 @@ def counted(run: Run) -> Iterator[Member]:
         group = member.info.replacement_group_id
         if group is None:
             continue
-        if member.is_live and member.info.node_id not in run.unhealthy:
+        # One in quarantine may yet be chosen, and its sisters with it.
+        if member.is_live and member.info.node_id not in run.unhealthy and member.info.node_id not in run.drained:
             size_of[group] = size_of.get(group, 0) + 1
         else:
             broken.add(group)
