@@ -32,7 +32,7 @@ def replace_unhealthy(run: Run, presence: Presence, now: float) -> CycleEnded | 
     cycle = run.cycle
     if cycle is None or not cycle.is_live or presence.is_recovering(now):
         return None
-    sick = _sick(run, cycle)
+    sick = _sick(run, presence, cycle)
     if not sick:
         return None
     names = tuple(seat.node.node_id for seat in sick)
@@ -54,17 +54,18 @@ def replace_unhealthy(run: Run, presence: Presence, now: float) -> CycleEnded | 
     return Kept(names, f"there is no world without: {found.reason}") if isinstance(found, Shortage) else ended
 
 
-def _sick(run: Run, cycle: Cycle) -> list[Seat]:
+def _sick(run: Run, presence: Presence, cycle: Cycle) -> list[Seat]:
     """The places of a world whose nodes are unhealthy and still have work to do, in group-rank order.
 
-    What a suspect check found counts for nobody, also where a node waits for its place among MAX.
+    Not of those that only wait for a place among MAX: they are well again, or a suspect check found them.
     """
     found = []
     for node_id, ailment in run.unhealthy.items():
         seat, member = cycle.seat_of.get(node_id), run.live(node_id)
         if seat is None or member is None or member.info.incarnation != seat.node.incarnation:
             continue
-        if not is_excused_with_others(run, ailment) and not cycle.has_finished(node_id, run.shape.workers_per_node):
+        waits = well_again(run, presence, node_id) or is_excused_with_others(run, ailment)
+        if not waits and not cycle.has_finished(node_id, run.shape.workers_per_node):
             found.append(seat)
     return sorted(found, key=lambda seat: seat.group_rank)
 
@@ -81,7 +82,7 @@ def health_notices(run: Run, presence: Presence, now: float) -> Iterator[str]:
     out = [one for one in run.unhealthy if one not in works and run.live(one) is not None]
     if out:
         yield f"unhealthy, and kept out of the world: {_named(run, out)}"
-    again = [str(one) for one in out if well_again(run, presence, one)]
+    again = [str(one) for one in run.unhealthy if well_again(run, presence, one)]
     if again:
         yield f"well again, and waiting for a place (the run has its MAX nodes): {list_names(again)}"
     last = degraded(run, presence)

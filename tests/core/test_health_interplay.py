@@ -125,3 +125,17 @@ def test_a_node_that_trains_on_is_not_said_to_be_out_while_the_coordinator_recov
     assert "kept out" not in notices(world)
     world.connect("n0")
     assert "kept in the world: n1" in notices(world)
+
+
+@pytest.mark.rule("G11", "C5", "A5")
+def test_a_kept_node_that_is_well_again_is_not_replaced_though_others_have_its_place_among_max() -> None:
+    world = trained(1, 2, wish=SettingsWish(max_restarts=1))
+    world.exit("n0", 0, 1)
+    world.start()
+    world.advance(5)
+    world.ails("n0")
+    world.join("n2")
+    world.heals("n0")
+    assert world.is_training
+    assert world.active() == ["n0"]
+    assert notices(world) == "well again, and waiting for a place (the run has its MAX nodes): n0"
