@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .facts import CheckSuspected, CheckTrusted, Fact, NodeFailedCheck, NodeRecovered
-from .groups import counted
+from .groups import places_taken
 from .ids import NodeId
 from .narrate import list_names
 from .placement.words import LAST_RESORT
@@ -115,7 +115,7 @@ def _recovered(run: Run, presence: Presence, now: float) -> list[Fact]:
             continue
         fact = NodeRecovered(now, node_id, found.check if is_excused_now else "")
         after = evolve(run, fact)
-        if sum(1 for _ in counted(after)) <= run.shape.max_nodes:
+        if places_taken(after) <= run.shape.max_nodes:
             facts.append(fact)
             run = after
     return facts

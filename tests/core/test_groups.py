@@ -147,11 +147,18 @@ def test_what_is_left_of_a_broken_unit_keeps_no_replacement_out() -> None:
 
 @pytest.mark.rule("A5")
 def test_groups_that_still_fill_count() -> None:
-    world = grouped("n0", "n2", nnodes=(2, 2))
-    assert counts(world) == {"n0", "n2"}
+    """With the places of those that are still to come: else two units for one unit's room could keep each other out."""
+    world = grouped("n0", nnodes=(2, 2))
+    assert counts(world) == {"n0"}
     with pytest.raises(Refused) as seen:
-        world.join("n4")
+        world.join("n2")
     assert seen.value.reason is Reason.RUN_FULL
+    assert seen.value.message == (
+        "run run has 1 nodes, keeps 1 places for the rest of their units and allows 2; there is no room for the unit "
+        "of n2"
+    )
+    world.join("n1")
+    assert world.active() == ["n0", "n1"]
 
 
 @pytest.mark.rule("A7", "A2")
@@ -233,3 +240,14 @@ def test_a_node_in_quarantine_does_not_make_its_group_whole_where_there_is_no_pl
         world.rejoin("n5")
     assert seen.value.reason is Reason.RUN_FULL
     assert counts(world) == {"n0", "n1", "n2", "n3"}
+
+
+@pytest.mark.rule("A5", "G11")
+def test_who_is_well_again_takes_no_place_that_is_kept_for_the_rest_of_a_unit() -> None:
+    world = grouped("n0", "n2", nnodes=(4, 4))
+    world.ails("n0")
+    world.join("n4")
+    world.heals("n0")
+    assert world.run.unhealthy.keys() == {"n0"}
+    world.join("n3", "n5")
+    assert world.active() == ["n2", "n3", "n4", "n5"]
