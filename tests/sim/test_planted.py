@@ -110,7 +110,7 @@ def revisions_begin_anew_with_the_coordinator(patch: pytest.MonkeyPatch) -> None
     patch.setattr(engine.Engine, "load", load)
 
 
-@mistake("D1", "E5")
+@mistake("C1", "D1", "E5")
 def words_of_an_old_incarnation_count_for_the_new(patch: pytest.MonkeyPatch) -> None:
     original = decide.require_member
 
