@@ -99,7 +99,9 @@ def plan(file: PlanFile) -> Plan:
     cycle = after.cycle
     assert cycle is not None
     warning = order_warning(after, fact) or ""
-    return Chosen(after, cycle, tuple(absent(run, presence, _NOW)), found.remark, warning)
+    shown = {one.node.node_id for one in cycle.standbys}
+    gone = tuple(one for one in absent(run, presence, _NOW) if one.node_id not in shown)
+    return Chosen(after, cycle, gone, found.remark, warning)
 
 
 class _NodeRefused(Exception):

@@ -58,6 +58,9 @@ def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def _name(enum: Any, value: int, prefix: str) -> str:
+    """A value in words; one that a later coordinator knows by its number (rule A8)."""
+    if value not in enum.values():
+        return str(value)
     return str(enum.Name(value)).removeprefix(prefix) if value else ""
 
 

@@ -22,10 +22,15 @@ _MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class Spent:
-    """Why there is no further cycle, and the exit code of the run."""
+    """Why there is no further cycle: what happened last, and the limit that it came to; and the run's exit code."""
 
-    reason: str
+    happened: str
+    limit: str
     exit_code: int
+
+    @property
+    def reason(self) -> str:
+        return f"{self.happened}; {self.limit}"
 
 
 def spent(run: Run) -> Spent | None:
@@ -36,13 +41,14 @@ def spent(run: Run) -> Spent | None:
     settings = run.settings
     happened = f"cycle {last.number}: {describe_failure(last.failure)}"
     if restarts_used(run) > settings.max_restarts or settings.max_restarts == 0:
-        return Spent(f"{happened}; max_restarts {settings.max_restarts} is used up", EXIT_FAILED)
+        return Spent(happened, f"max_restarts {settings.max_restarts} is used up", EXIT_FAILED)
     if settings.max_replacements is not None and replacements_used(run) > settings.max_replacements:
-        return Spent(f"{happened}; max_replacements {settings.max_replacements} is used up", EXIT_FAILED)
+        return Spent(happened, f"max_replacements {settings.max_replacements} is used up", EXIT_FAILED)
     idle = cycles_without_progress(run)
     if settings.max_no_progress_cycles and idle >= settings.max_no_progress_cycles:
         return Spent(
-            f"{happened}; {idle} cycles in a row made no progress beyond step {run.progress} (max_no_progress_cycles)",
+            happened,
+            f"{idle} cycles in a row made no progress beyond step {run.progress} (max_no_progress_cycles)",
             EXIT_NO_RESTART,
         )
     return None

@@ -32,7 +32,7 @@ from .facts import (
     WorkerExit,
     WorkersExited,
 )
-from .groups import counted
+from .groups import places_taken
 from .health import deadlines, judge
 from .ids import Incarnation, NodeId
 from .join import decide_join
@@ -339,7 +339,7 @@ def _quarantine_over(run: Run, presence: Presence, now: float) -> Iterator[Fact]
     for node_id, found in run.quarantined.items():
         if found.until is not None and now >= found.until:
             ended = QuarantineEnded(now, node_id)
-            if sum(1 for _ in counted(evolve(run, ended))) <= run.shape.max_nodes:
+            if places_taken(evolve(run, ended)) <= run.shape.max_nodes:
                 yield ended
                 return
 

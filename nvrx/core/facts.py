@@ -360,9 +360,11 @@ class NodeFailedCheck(Happened):
 
 @dataclass(frozen=True)
 class NodeRecovered(Happened):
-    """An unhealthy node is well again, and may be chosen."""
+    """An unhealthy node is well again, and may be chosen; or it is chosen last, as the check that failed on it turned
+    out to be itself the `suspect`."""
 
     node_id: NodeId
+    suspect: str = ""
 
 
 @dataclass(frozen=True)

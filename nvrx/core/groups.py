@@ -5,6 +5,7 @@ Reads a Run and decides nothing; Join asks it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from .facts import NodeInfo
@@ -96,7 +97,8 @@ def counted(run: Run) -> Iterator[Member]:
         group = member.info.replacement_group_id
         if group is None:
             continue
-        if member.is_live and member.info.node_id not in run.unhealthy:
+        # One in quarantine may yet be chosen, and its sisters with it.
+        if member.is_live and member.info.node_id not in run.unhealthy and member.info.node_id not in run.drained:
             size_of[group] = size_of.get(group, 0) + 1
         else:
             broken.add(group)
@@ -106,3 +108,18 @@ def counted(run: Run) -> Iterator[Member]:
             continue
         if group not in broken or size_of[group] >= run.shape.replacement_group_size:
             yield member
+
+
+def places_taken(run: Run) -> int:
+    """How many of MAX are taken, with those that groups which still fill will need.
+
+    Else of more units than there is room for, which all start at once, each could get its first node in and wait for
+    ever for the others, who find the run full.
+    """
+    there = list(counted(run))
+    size = run.shape.replacement_group_size
+    if size == 1:
+        return len(there)
+    members = Counter(one.info.replacement_group_id for one in run.live_members())
+    groups = {one.info.replacement_group_id for one in there}
+    return len(there) + sum(max(0, size - members[one]) for one in groups)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .facts import CheckSuspected, CheckTrusted, Fact, NodeFailedCheck, NodeRecovered
-from .groups import counted
+from .groups import places_taken
 from .ids import NodeId
 from .narrate import list_names
 from .placement.words import LAST_RESORT
 from .presence import Health, HealthReport, NodePresence, Presence
 from .run import Run, evolve
+from .standing import Ailment
 
 MASS_WITHIN_S = 60.0
 """A check that fails on too many nodes within this time is itself the suspect."""
@@ -33,6 +34,12 @@ def judge(run: Run, presence: Presence, now: float) -> Iterator[Fact]:
 def is_excused(run: Run, report: HealthReport) -> bool:
     """Whether a failed check counts for nobody: a node that it fails on is chosen last, not never."""
     return report.state is Health.UNHEALTHY and report.check in run.suspected_checks
+
+
+def is_excused_with_others(run: Run, found: Ailment) -> bool:
+    """Whether a node was found unhealthy by a check that is suspect by now, as one of those that made it so."""
+    suspect = run.suspected_checks.get(found.check)
+    return suspect is not None and found.at >= suspect.at - MASS_WITHIN_S
 
 
 def may_train(run: Run, presence: Presence, node_id: NodeId) -> bool:
@@ -99,15 +106,28 @@ def _failed(run: Run, failing: Mapping[NodeId, NodePresence], now: float) -> lis
 
 
 def _recovered(run: Run, presence: Presence, now: float) -> list[Fact]:
-    """A5, E8: who is well again may be chosen; who would be one too many then waits for a place."""
+    """A5, E8: who is well again, or was found unhealthy by mistake, may be chosen; who would be one too many then waits
+    for a place."""
     facts: list[Fact] = []
-    for node_id in [one for one in run.unhealthy if well_again(run, presence, one)]:
-        fact = NodeRecovered(now, node_id)
+    for node_id, found in run.unhealthy.items():
+        is_excused_now = _is_excused_now(run, presence, node_id, found)
+        if not is_excused_now and not well_again(run, presence, node_id):
+            continue
+        fact = NodeRecovered(now, node_id, found.check if is_excused_now else "")
         after = evolve(run, fact)
-        if sum(1 for _ in counted(after)) <= run.shape.max_nodes:
+        if places_taken(after) <= run.shape.max_nodes:
             facts.append(fact)
             run = after
     return facts
+
+
+def _is_excused_now(run: Run, presence: Presence, node_id: NodeId, found: Ailment) -> bool:
+    """Whether nothing speaks against a node but a check that is suspect: of those on which it fails one was the first,
+    and was believed."""
+    node, member = presence.nodes.get(node_id), run.live(node_id)
+    if node is None or member is None or node.incarnation != member.info.incarnation or node.health is None:
+        return False
+    return node.health.check == found.check and is_excused(run, node.health) and is_excused_with_others(run, found)
 
 
 def _fails_within(
@@ -167,6 +187,7 @@ def degraded(run: Run, presence: Presence) -> str:
         for node_id, node in presence.nodes.items()
         if node.health is not None
         and (node.health.state is Health.DEGRADED or is_excused(run, node.health))
+        and node_id not in run.unhealthy
         and run.live(node_id) is not None
     ]
     return list_names(names)

@@ -19,6 +19,7 @@ from .facts import (
     CycleEnded,
     CycleRunning,
     Fact,
+    Failure,
     NodeFailedCheck,
     NodeJoined,
     NodeLeft,
@@ -371,8 +372,18 @@ def _cycle_ended(run: Run, fact: CycleEnded) -> None:
         by_hand = failure.cause in {Cause.PROMOTED, Cause.STOPPED}
         sick = failure.cause is Cause.NODE_UNHEALTHY
         require(not sick or failure.node_id in run.unhealthy, "G11", f"{failure.node_id} is not known to be unhealthy")
+        _check_suspect_spared(run, failure)
         known = by_hand or failure.node_id in cycle.seat_of
         require(known, "A5", f"cycle {fact.cycle} ended because of {failure.node_id}, which is not in its world")
+
+
+def _check_suspect_spared(run: Run, failure: Failure) -> None:
+    """G11: a check that failed on many within a minute replaces none of them."""
+    found = run.unhealthy.get(failure.node_id) if failure.node_id is not None else None
+    suspect = run.suspected_checks.get(found.check) if found is not None else None
+    if failure.cause is Cause.NODE_UNHEALTHY and found is not None and suspect is not None:
+        is_old = found.at < suspect.at - 60.0
+        require(is_old, "G11", f"{failure.node_id} is replaced for check {found.check}, which is suspect")
 
 
 def _cause_revised(run: Run, fact: CauseRevised) -> None:

@@ -6,7 +6,7 @@ from functools import reduce
 
 from .commands import Join
 from .facts import Fact, NodeInfo, NodeJoined, NodeLost, RunReopened
-from .groups import counted, replaced_by, require_own_group
+from .groups import counted, places_taken, replaced_by, require_own_group
 from .ids import name_problem
 from .member import Member
 from .presence import Presence
@@ -163,12 +163,21 @@ def _require_room(run: Run, newcomer: NodeInfo) -> None:
             {"run_id": run.run_id},
         )
     before = sum(1 for one in counted(run) if one.info.node_id != newcomer.node_id)
-    there = {one.info.node_id for one in counted(evolve(run, NodeJoined(run.last_at, newcomer)))}
-    if newcomer.node_id in there and len(there) > run.shape.max_nodes:
+    after = evolve(run, NodeJoined(run.last_at, newcomer))
+    there, kept = sum(1 for _ in counted(after)), places_taken(run)
+    if there <= run.shape.max_nodes < places_taken(after) > kept:
+        raise Refused(
+            Reason.RUN_FULL,
+            f"run {run.run_id} has {before} nodes, keeps {kept - before} places for the rest of their units and allows "
+            f"{run.shape.max_nodes}; there is no room for the unit of {newcomer.node_id}",
+            {"run_id": run.run_id, "nodes": str(before), "max_nodes": str(run.shape.max_nodes)},
+        )
+    # One that does not count itself, as it is in quarantine, may make a group whole whose others then do.
+    if there > max(before, run.shape.max_nodes):
         raise Refused(
             Reason.RUN_FULL,
             f"run {run.run_id} has {before} nodes and allows {run.shape.max_nodes}; {newcomer.node_id} would be "
-            f"one more{'' if len(there) == before + 1 else f', and make its group whole: {len(there)}'}",
+            f"one more{'' if there == before + 1 else f', and make its group whole: {there}'}",
             {"run_id": run.run_id, "nodes": str(before), "max_nodes": str(run.shape.max_nodes)},
         )
 

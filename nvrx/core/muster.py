@@ -96,7 +96,8 @@ class Muster:
         if shape.replacement_group_size == 1:
             self._counted += 1
         elif group is not None:
-            self._counted += 1
+            if group not in self._in_group:
+                self._counted += shape.replacement_group_size  # its others have their places kept
             self._in_group[group] += 1
             unit = _Unit(node.group_array_job_id, node.restart_count)
             if self._unit_of.setdefault(group, unit) != unit or self._in_group[group] > shape.replacement_group_size:

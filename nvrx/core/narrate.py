@@ -150,6 +150,8 @@ def tell(fact: Fact) -> str:
         case NodeFailedCheck():
             return f"node {fact.node_id} is unhealthy: {fact.check}: {fact.reason}"
         case NodeRecovered():
+            if fact.suspect:
+                return f"node {fact.node_id} may be chosen again: check {fact.suspect} is itself the suspect"
             return f"node {fact.node_id} is well again"
         case CheckSuspected():
             return describe_suspect(fact)

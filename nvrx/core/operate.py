@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from .commands import Drain, Promote, StopRun, Undrain
 from .facts import Cause, CycleEnded, Fact, Failure, NodesDrained, NodesPromoted, NodesUndrained, RunClosed, RunState
-from .groups import counted
+from .groups import places_taken
 from .ids import NodeId
 from .member import Member
 from .placement import Placement, Shortage
@@ -42,7 +42,7 @@ def _undrain(run: Run, command: Undrain, now: float) -> list[Fact]:
     if not drained:
         return []
     fact = NodesUndrained(now, tuple(sorted(drained)))
-    count = sum(1 for _ in counted(evolve(run, fact)))
+    count = places_taken(evolve(run, fact))
     if count > run.shape.max_nodes:
         raise Refused(
             Reason.RUN_FULL,

@@ -77,11 +77,12 @@ def desired(run: Run, node_id: NodeId, incarnation: Incarnation, waiting: str) -
     seat = cycle.seat_of.get(node_id)
     mine = seat is not None and seat.node.incarnation == incarnation
     if not cycle.is_live:
+        out = node_id in run.drained or node_id in run.unhealthy  # quarantined ones may yet be chosen
         if not mine:
-            out = node_id in run.drained or node_id in run.unhealthy  # quarantined ones may yet be chosen
             return Desired(Action.WAIT, number, None, _excluded(run, node_id) or waiting, None, failed, out)
         why = "; ".join(one for one in (_how_it_ended(cycle), waiting) if one)
-        return Desired(Action.STOP, number, None, why, None, failed)
+        # Told at once: without it, there may be no next world before another node has come in its place.
+        return Desired(Action.STOP, number, None, _excluded(run, node_id) if out else why, None, failed, out)
     if seat is None or not mine:
         why = _excluded(run, node_id)
         return Desired(Action.WAIT, number, None, why or f"standby of cycle {number}", None, failed, bool(why))
@@ -250,7 +251,8 @@ def node_reason(run: Run, member: Member) -> str:
     if not member.is_live or (found is None and ailment is None):
         return member.gone_reason
     if ailment is not None:
-        kept = "; kept in the world (nvrx-coord status says why)" if _is_active(run, member) else ""
+        is_kept = _is_active(run, member) and run.cycle is not None and run.cycle.is_live
+        kept = "; kept in the world (nvrx-coord status says why)" if is_kept else ""
         return f"unhealthy: {ailment}{kept}"
     assert found is not None
     kept = "; kept in the world, which has no other node for its place" if _is_active(run, member) else ""

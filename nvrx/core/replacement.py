@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from .budgets import spent
 from .facts import Cause, CycleEnded, Failure, Seat
-from .health import degraded, well_again
+from .health import degraded, is_excused_with_others, well_again
 from .ids import NodeId
 from .narrate import describe_suspect, list_names
 from .placement import Shortage
 from .presence import Presence
-from .run import Run, evolve
+from .run import Cycle, Run, evolve
 from .world import place_world
 
 
@@ -32,7 +32,7 @@ def replace_unhealthy(run: Run, presence: Presence, now: float) -> CycleEnded | 
     cycle = run.cycle
     if cycle is None or not cycle.is_live or presence.is_recovering(now):
         return None
-    sick = [seat for seat in cycle.seats if _is_sick(run, seat)]
+    sick = _sick(run, presence, cycle)
     if not sick:
         return None
     names = tuple(seat.node.node_id for seat in sick)
@@ -47,19 +47,27 @@ def replace_unhealthy(run: Run, presence: Presence, now: float) -> CycleEnded | 
     )
     ended = CycleEnded(now, cycle.number, failure)
     after = evolve(run, ended)
-    if spent(after) is not None:
-        return Kept(names, f"max_restarts {run.settings.max_restarts} is used up, and the run would end")
+    over = spent(after)
+    if over is not None:
+        return Kept(names, f"{over.limit}, and the run would end")
     found = place_world(after, presence, now)
     return Kept(names, f"there is no world without: {found.reason}") if isinstance(found, Shortage) else ended
 
 
-def _is_sick(run: Run, seat: Seat) -> bool:
-    node_id = seat.node.node_id
-    member = run.live(node_id)
-    if node_id not in run.unhealthy or member is None or member.info.incarnation != seat.node.incarnation:
-        return False
-    assert run.cycle is not None
-    return not run.cycle.has_finished(node_id, run.shape.workers_per_node)
+def _sick(run: Run, presence: Presence, cycle: Cycle) -> list[Seat]:
+    """The places of a world whose nodes are unhealthy and still have work to do, in group-rank order.
+
+    Not of those that only wait for a place among MAX: they are well again, or a suspect check found them.
+    """
+    found = []
+    for node_id, ailment in run.unhealthy.items():
+        seat, member = cycle.seat_of.get(node_id), run.live(node_id)
+        if seat is None or member is None or member.info.incarnation != seat.node.incarnation:
+            continue
+        waits = well_again(run, presence, node_id) or is_excused_with_others(run, ailment)
+        if not waits and not cycle.has_finished(node_id, run.shape.workers_per_node):
+            found.append(seat)
+    return sorted(found, key=lambda seat: seat.group_rank)
 
 
 def health_notices(run: Run, presence: Presence, now: float) -> Iterator[str]:
@@ -68,13 +76,13 @@ def health_notices(run: Run, presence: Presence, now: float) -> Iterator[str]:
         return
     yield from (describe_suspect(one) for one in run.suspected_checks.values())
     found = replace_unhealthy(run, presence, now)
-    kept = found.node_ids if isinstance(found, Kept) else ()
     if isinstance(found, Kept):
-        yield f"unhealthy, and kept in the world: {_named(run, list(kept))}; {found.reason}"
-    out = [one for one in run.unhealthy if one not in kept and run.live(one) is not None]
+        yield f"unhealthy, and kept in the world: {_named(run, list(found.node_ids))}; {found.reason}"
+    works = run.cycle.seat_of if run.cycle is not None and run.cycle.is_live else {}
+    out = [one for one in run.unhealthy if one not in works and run.live(one) is not None]
     if out:
         yield f"unhealthy, and kept out of the world: {_named(run, out)}"
-    again = [str(one) for one in out if well_again(run, presence, one)]
+    again = [str(one) for one in run.unhealthy if well_again(run, presence, one)]
     if again:
         yield f"well again, and waiting for a place (the run has its MAX nodes): {list_names(again)}"
     last = degraded(run, presence)

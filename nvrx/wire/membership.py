@@ -320,10 +320,10 @@ def _action_value(action: Action) -> common_pb2.DesiredAction.ValueType:
 
 
 def desired_of(response: heartbeat_pb2.HeartbeatResponse) -> Desired | None:
-    """What this node is to do; None where the answer says nothing of it."""
-    if not response.HasField("desired") or not response.desired.action:
-        return None
+    """What this node is to do; None where the answer says nothing of it, or nothing that this version knows."""
     told = response.desired
+    if not told.action or told.action not in common_pb2.DesiredAction.values():
+        return None
     assignment = None
     if told.HasField("assignment"):
         given = told.assignment

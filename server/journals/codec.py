@@ -26,6 +26,10 @@ class UnreadableFact(ValueError):
     """A row that is not a fact this version knows."""
 
 
+class UnknownKind(UnreadableFact):
+    """A fact of a kind that this version does not have: a newer one wrote it."""
+
+
 def kind_of(fact: Fact) -> str:
     """The name of a fact's kind, as rows carry it."""
     return type(fact).__name__
@@ -55,7 +59,7 @@ def decode(kind: str, body: str | bytes) -> Fact:
     """The fact in a row. Raises UnreadableFact with what is wrong."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
-        raise UnreadableFact(f"unknown kind of fact {kind!a}")
+        raise UnknownKind(f"unknown kind of fact {kind!a}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeError) as error:

@@ -25,6 +25,7 @@ from .sqlite import (
     FORMAT_WITHOUT_CHECKS,
     format_problem,
     make_tables,
+    newer_told,
     primary_code,
     read_meta,
     require_known,
@@ -136,7 +137,10 @@ def _examine(path: Path, connection: sqlite3.Connection) -> Found:
         names.update(rows.run_ids(connection))
     except rows.Damaged as error:
         problem = problem or str(error)
-    runs = [_examine_run(connection, one, heads.get(one), has_checks) for one in sorted(names | heads.keys())]
+    try:
+        runs = [_examine_run(connection, one, heads.get(one), has_checks) for one in sorted(names | heads.keys())]
+    except rows.FromNewer as error:
+        raise JournalError(newer_told(path, error)) from error
     return Found(tuple(runs), problem, has_checks)
 
 
@@ -152,6 +156,8 @@ def _examine_run(connection: sqlite3.Connection, run_id: bytes, head: rows.Head 
     try:
         for row in rows.rows_of(connection, run_id, head, ManyDecoder(), has_checks=has_checks):
             kept = row.revision
+    except rows.FromNewer:
+        raise  # whole: to cut the run off there would only lose what it says
     except rows.Damaged as error:
         cut = _count_after(connection, run_id, kept) if head is None else max(0, head.revision - kept)
         return RunFound(run_id, head, kept, cut, str(error))

@@ -18,7 +18,7 @@ from nvrx.core.facts import Fact
 from nvrx.core.ids import Revision
 
 from . import Row
-from .codec import ManyDecoder, UnreadableFact, encode, kind_of
+from .codec import ManyDecoder, UnknownKind, UnreadableFact, encode, kind_of
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -67,6 +67,10 @@ class Damaged(Exception):
     def __init__(self, run_id: str | None, revision: int, problem: str) -> None:
         where = "the list of runs" if run_id is None else f"run {run_id} revision {revision}"
         super().__init__(f"{where}: {problem}")
+
+
+class FromNewer(Damaged):
+    """A row is just what was written, and this version does not know what it says."""
 
 
 def told(error: Exception) -> str:
@@ -163,6 +167,8 @@ def _checked(run_id: bytes, last: Head, values: Sequence[Any], decoder: ManyDeco
         raise Damaged(readable(run_id), wanted, "the row does not match its check")
     try:
         fact = decoder.decode(kind.decode("utf-8", "replace"), body)
+    except UnknownKind as error:
+        raise (FromNewer if has_checks else Damaged)(readable(run_id), wanted, str(error)) from error
     except UnreadableFact as error:
         # Nothing happened to it: a newer version wrote it, or one without checks kept what was damaged already.
         raise Damaged(readable(run_id), wanted, f"unreadable row ({error})") from error

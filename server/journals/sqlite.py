@@ -96,6 +96,8 @@ class SqliteJournal:
                 name = RunId(run_id.decode("utf-8", "replace"))
                 for row in stored.rows_of(self._reader, run_id, heads.get(run_id), decoder):
                     yield Row(name, row.revision, row.fact)
+        except stored.FromNewer as error:
+            raise JournalError(newer_told(self._path, error)) from error
         except stored.Damaged as error:
             raise JournalError(damage_told(self._path, str(error))) from error
 
@@ -154,6 +156,14 @@ def damage_told(path: Path, problem: str) -> str:
     return (
         f"the journal {path} is damaged: {problem}; put back a copy of the state directory, or keep each run up to the "
         f"damage with: nvrx-coord repair --state-dir {path.parent}"
+    )
+
+
+def newer_told(path: Path, error: stored.FromNewer) -> str:
+    """The one line about a journal that is whole, and says more than this version knows."""
+    return (
+        f"the journal {path} was written by a newer version: {error}; start the newer nvrx-coord, or give another "
+        "--state-dir"
     )
 
 

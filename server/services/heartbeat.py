@@ -63,6 +63,8 @@ class HeartbeatService(heartbeat_pb2_grpc.HeartbeatServiceServicer):
         session = engine.open_session(
             first.run_id, NodeId(first.node_id), Incarnation(first.incarnation), first.sequence
         )
+        # Nothing is decided in between: connected, it may be chosen, unless it says in the same breath that it is ill.
+        engine.heard(session, membership.word_of(first))
         self._sessions[session] = None
         reading = asyncio.create_task(self._read(context, session, first))
         try:

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from nvrx.core.commands import Join
+from nvrx.core.commands import Join, Undrain
 from nvrx.core.groups import counted
 from nvrx.core.ids import GroupId, NodeId
 from nvrx.core.refused import Reason, Refused
-from nvrx.core.shape import Shape
+from nvrx.core.shape import SettingsWish, Shape
 
 from .driver import World
 
@@ -147,11 +147,18 @@ def test_what_is_left_of_a_broken_unit_keeps_no_replacement_out() -> None:
 
 @pytest.mark.rule("A5")
 def test_groups_that_still_fill_count() -> None:
-    world = grouped("n0", "n2", nnodes=(2, 2))
-    assert counts(world) == {"n0", "n2"}
+    """With the places of those that are still to come: else two units for one unit's room could keep each other out."""
+    world = grouped("n0", nnodes=(2, 2))
+    assert counts(world) == {"n0"}
     with pytest.raises(Refused) as seen:
-        world.join("n4")
+        world.join("n2")
     assert seen.value.reason is Reason.RUN_FULL
+    assert seen.value.message == (
+        "run run has 1 nodes, keeps 1 places for the rest of their units and allows 2; there is no room for the unit "
+        "of n2"
+    )
+    world.join("n1")
+    assert world.active() == ["n0", "n1"]
 
 
 @pytest.mark.rule("A7", "A2")
@@ -201,3 +208,46 @@ def test_a_unit_that_is_whole_again_ends_the_wait() -> None:
     world.kill("n1")
     world.advance(400)
     assert world.run.is_open, "each wait has its own time"
+
+
+@pytest.mark.rule("A5", "F1")
+def test_a_drained_node_that_joins_makes_no_place_taken_by_its_sister() -> None:
+    """Its group cannot be chosen: neither of them counts, and the run does not become too large."""
+    world = grouped("n0", "n1", "n5", nnodes=(2, 4))
+    world.advance(2)
+    world.drain("n5")
+    world.leave("n5", stopped=True)
+    world.join("n4", "n2", "n3")
+    world.rejoin("n5")
+    assert counts(world) == {"n0", "n1", "n2", "n3"}
+    with pytest.raises(Refused) as seen:
+        world.submit(Undrain(NodeId("n5")))
+    assert seen.value.reason is Reason.RUN_FULL
+
+
+@pytest.mark.rule("A5", "D7")
+def test_a_node_in_quarantine_does_not_make_its_group_whole_where_there_is_no_place_for_it() -> None:
+    world = Grouped(2, 4, wish=SettingsWish(max_node_failures=1))
+    world.join("n4", "n5")
+    world.advance(2)
+    world.start()
+    world.exit("n5", 0, 1)
+    assert world.run.quarantined.keys() == {"n5"}
+    world.kill("n5")
+    world.advance(3)
+    world.join("n0", "n1", "n2", "n3")
+    with pytest.raises(Refused) as seen:
+        world.rejoin("n5")
+    assert seen.value.reason is Reason.RUN_FULL
+    assert counts(world) == {"n0", "n1", "n2", "n3"}
+
+
+@pytest.mark.rule("A5", "G11")
+def test_who_is_well_again_takes_no_place_that_is_kept_for_the_rest_of_a_unit() -> None:
+    world = grouped("n0", "n2", nnodes=(4, 4))
+    world.ails("n0")
+    world.join("n4")
+    world.heals("n0")
+    assert world.run.unhealthy.keys() == {"n0"}
+    world.join("n3", "n5")
+    assert world.active() == ["n2", "n3", "n4", "n5"]

@@ -357,3 +357,20 @@ async def test_a_node_that_fails_a_check_is_told_that_it_is_excluded(served: Ser
     nodes = (await served.runs.ListNodes(run_pb2.ListNodesRequest(run_id=RUN))).nodes
     assert {one.node_id: one.state for one in nodes}["n2"] == common_pb2.NODE_STATE_UNHEALTHY
     assert (await served.run_state()).standby_nodes == 0
+
+
+@pytest.mark.rule("G11", "C1")
+async def test_what_a_node_says_first_counts_before_it_may_be_chosen() -> None:
+    """Its stream alone makes it a candidate: where the store asks nothing of nodes, a world could be chosen at once."""
+    async with serving(store=StoreMode.OFF) as served:
+        agents = [HandAgent(served, f"n{number}", nnodes=(2, 3)) for number in range(3)]
+        for agent in agents:
+            await agent.join()
+        for agent in agents[1:]:
+            await agent.open()
+        agents[0].call = served.heartbeats.Heartbeat()
+        request = agents[0].heartbeat()
+        request.health.CopyFrom(common_pb2.Health(state=common_pb2.HEALTH_STATE_FAILED, check="disk", reason="is full"))
+        await agents[0].call.write(request)
+        await served.until_fact("NodeFailedCheck")
+        assert "WorldChosen" not in {one.kind for one in await served.facts()}

@@ -10,8 +10,9 @@ import pytest
 
 from nvrx.core.facts import RunClosed, RunState
 from nvrx.core.ids import Revision, RunId
-from nvrx.server.journals import JournalError, Row
+from nvrx.server.journals import JournalError, Row, codec
 from nvrx.server.journals.codec import encode, kind_of
+from nvrx.server.journals.repair import repair
 from nvrx.server.journals.sqlite import FORMAT, WAL_KEPT_BYTES, SqliteJournal
 from nvrx.server.journals.state_dir import FILE_NAME, WAL_SUFFIX
 
@@ -46,6 +47,21 @@ def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert f"has format {FORMAT + 1}, this version reads up to {FORMAT}; start the newer" in refusal(tmp_path)
     change(tmp_path, f"UPDATE meta SET value = '{FORMAT}' WHERE key = 'format'")
     assert loaded(tmp_path) == []
+
+
+@pytest.mark.rule("A8")
+def test_a_kind_of_fact_of_a_newer_version_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To cut the run off there, as is done where a row is damaged, would lose what is whole."""
+    written(tmp_path, TWO_RUNS)
+    monkeypatch.delitem(codec._KINDS, "NodeFailedCheck")
+    monkeypatch.delitem(codec._DECODERS, "NodeFailedCheck")
+    text = refusal(tmp_path)
+    assert "was written by a newer version: run r revision" in text
+    assert "unknown kind of fact 'NodeFailedCheck'; start the newer nvrx-coord" in text
+    with pytest.raises(JournalError, match="was written by a newer version"):
+        repair(tmp_path, dry_run=False)
+    monkeypatch.undo()
+    assert loaded(tmp_path) == TWO_RUNS
 
 
 @pytest.mark.rule("A8", "E5")

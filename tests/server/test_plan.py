@@ -110,6 +110,14 @@ def test_states(plan: Planner, state: str, others_suffice: bool, is_short: bool)
         assert all_needed.order == ["n0", "n1", "n2"]
 
 
+@pytest.mark.rule("C1", "G11")
+def test_an_unhealthy_node_is_listed_once(plan: Planner) -> None:
+    nodes = procs(3)
+    nodes[0]["state"] = "unhealthy"
+    assert plan.nodes({"nnodes": "2:3"}, nodes).standbys == {"n0": "unhealthy"}
+    assert plan.call("--nodes", plan.path).out.count("n0") == 1
+
+
 @pytest.mark.rule("C5", "C6")
 @pytest.mark.parametrize(("policy", "order"), [("infra", ["n1", "n2", "n3"]), ("sticky", ["n2", "n1", "n3"])])
 def test_survivors_are_kept_and_ranks_follow_the_policy(plan: Planner, policy: str, order: list[str]) -> None:
