@@ -422,7 +422,7 @@ def test_no_process_is_started_where_there_is_no_device(tmp_path: Path) -> None:
 
 @pytest.mark.rule("G12")
 async def test_new_workers_wait_for_memory_of_the_old_ones_only(
-    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("nvrx.client.health.gpu_memory.SAY_WAITING_AFTER_S", 0.0)
     gpus.gpu(0, processes=[[7, 1 << 30]])
@@ -433,7 +433,7 @@ async def test_new_workers_wait_for_memory_of_the_old_ones_only(
     lines = Lines()
     logger = logging.getLogger("nvrx.node")
     logger.addHandler(lines)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, logger.name)  # not by hand: loggers remember what they were enabled for
     try:
         waiting = asyncio.create_task(watched.memory.free(1000.0, lambda: True))
         await lines.until("waiting for the GPUs' memory: pid 4711 holds 5120 MiB of GPU 0")
