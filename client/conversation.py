@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from nvrx.channel import describe
+from nvrx.core import agent as machine
 from nvrx.core.commands import Join
 from nvrx.core.facts import WorkerExit
 from nvrx.core.ids import CycleNumber
@@ -285,3 +286,15 @@ class Conversation:
         wanted = membership.desired_of(response)
         if wanted is not None:
             self._on_desired(wanted)
+
+
+async def talk(conversation: Conversation, observe: Callable[[machine.Observation], None]) -> None:
+    """Keep a conversation up; how it ended is one more thing for the agent's machine to observe."""
+    try:
+        await conversation.keep_up()
+    except ExpelledByCoordinator as error:
+        observe(machine.Expelled(str(error)))
+    except LeaseOver as error:
+        observe(machine.LeaseOver(str(error)))
+    except GraceOver as error:
+        observe(machine.CoordinatorGraceOver(str(error)))

@@ -28,7 +28,7 @@ from nvrx.core.refused import Refused
 from nvrx.logs import add_file
 
 from .config import NodeConfig
-from .conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
+from .conversation import Actual, Conversation, Patience, talk
 from .coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from .processes import pid_space
 from .progress import CheckpointProgress
@@ -147,7 +147,7 @@ class Membership(ABC):
         self._life = life = Life(command, joined, files, maps, conversation)
         self._ending = asyncio.get_running_loop().create_future()
         log.info("joined run %s as %s through %s", joined.run_id, command.node.node_id, self._coordinator.endpoint)
-        talking = asyncio.create_task(self._talk(conversation), name="conversation")
+        talking = asyncio.create_task(talk(conversation, self._observe), name="conversation")
         talking.add_done_callback(self._task_done)
         try:
             over = await self._begin(life)
@@ -223,16 +223,6 @@ class Membership(ABC):
         except OSError as error:
             text = f"cannot write {files.directory}: {error.strerror}; give another {self.LOG_DIR_OPTION}"
             raise GivenUp(text, EXIT_USAGE) from error
-
-    async def _talk(self, conversation: Conversation) -> None:
-        try:
-            await conversation.keep_up()
-        except ExpelledByCoordinator as error:
-            self._observe(machine.Expelled(str(error)))
-        except LeaseOver as error:
-            self._observe(machine.LeaseOver(str(error)))
-        except GraceOver as error:
-            self._observe(machine.CoordinatorGraceOver(str(error)))
 
     async def _say_last_words(self, conversation: Conversation) -> None:
         """Before the agent ends: have its reports kept and the failed map fetched, if that takes no time."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nvrx.client.conversation import Actual, Conversation, ExpelledByCoordinator, GraceOver, LeaseOver, Patience
+from nvrx.client.conversation import Actual, Conversation, Patience, talk
 from nvrx.client.coordinator import Coordinator, GivenUp, Joined, OutOfReach, admission
 from nvrx.client.store_ports import OFFERED
 from nvrx.core import agent as machine
@@ -147,7 +147,7 @@ class AgentProcess:
         )
         self._life = _Life(command, joined, conversation)
         self._ending = self._loop.create_future()
-        talking = self._start(self._talk(conversation), "conversation")
+        talking = self._start(talk(conversation, self.observe), "conversation")
         if self._signal is not None:
             self.observe(self._signal)
         try:
@@ -195,16 +195,6 @@ class AgentProcess:
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
-
-    async def _talk(self, conversation: Conversation) -> None:
-        try:
-            await conversation.keep_up()
-        except ExpelledByCoordinator as error:
-            self.observe(machine.Expelled(str(error)))
-        except LeaseOver as error:
-            self.observe(machine.LeaseOver(str(error)))
-        except GraceOver as error:
-            self.observe(machine.CoordinatorGraceOver(str(error)))
 
     def _actual(self) -> Actual:
         first = self._host.first_port
