@@ -13,9 +13,7 @@ import array
 import contextlib
 import json
 import os
-import resource
 import select
-import signal
 import socket
 import sys
 import time
@@ -29,20 +27,6 @@ from .log_tee import Shown, Tee
 from .output_pipes import FILES_OF_A_WORKER, HANDOVER_BYTES, PIPE_BYTES, make_pipe
 from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 
-_AGENT_DIED_SIGNAL = signal.SIGRTMIN + 7
-_IGNORED_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGTERM,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGPIPE,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-)
 # A write to a pipe whose reader waits costs the worker a wake-up, several times the write itself. So after a
 # little output we look away for a moment; the less, the fuller the pipes were when we looked again.
 _LOOK_AWAY_MAX_S = 0.005
@@ -300,23 +284,14 @@ class LogProcess:
 def main(arguments: list[str]) -> int:
     """`<fd of the socket to the agent> <fd where read ends arrive> <pid of the agent> <max bytes, or 0> <keep>`."""
     control_fd, handover_fd, agent_pid, max_bytes, keep = map(int, arguments)
-    for signo in _IGNORED_SIGNALS:
-        signal.signal(signo, signal.SIG_IGN)
-    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    signal.signal(_AGENT_DIED_SIGNAL, lambda _signo, _frame: None)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    processes.set_process_name("nvrx-logs")
-    processes.set_parent_death_signal(_AGENT_DIED_SIGNAL)
+    wakeup = processes.begin_beside_agent("nvrx-logs")
     for fd in (control_fd, handover_fd):
         os.set_inheritable(fd, False)
     handover = socket.socket(fileno=handover_fd)
     handover.setblocking(False)
-    with contextlib.suppress(OSError, ValueError):  # four for each worker; nothing is started from here
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    processes.take_more_descriptors()  # four for each worker
     rotation = Rotation(max_bytes, keep) if max_bytes else None
-    LogProcess(Channel(socket.socket(fileno=control_fd)), handover, agent_pid, (read_fd, write_fd), rotation).run()
+    LogProcess(Channel(socket.socket(fileno=control_fd)), handover, agent_pid, wakeup, rotation).run()
     return 0
 
 

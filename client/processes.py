@@ -7,9 +7,27 @@ imports this, and has to start fast and stay small).
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+# Sent by the kernel when the agent ends: the socket says so too, unless a forked child of the agent holds it.
+_AGENT_DIED_SIGNAL = signal.SIGRTMIN + 7
+# A batch scheduler signals every process of a step, us too. What becomes of it is the agent's to decide.
+_IGNORED_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGTERM,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGPIPE,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -54,6 +72,31 @@ def become_subreaper(wanted: bool = True) -> None:
 def set_parent_death_signal(signo: int) -> None:
     """Be sent `signo` when the thread that started this process ends."""
     _prctl(_PR_SET_PDEATHSIG, signo)
+
+
+def begin_beside_agent(name: str, *woken_by: int) -> tuple[int, int]:
+    """For a program that the agent starts beside itself, with signals blocked so that none ends it before this.
+
+    It lives through what is sent to a whole step. Its wake-up pipe, read and write end, has a byte for each of
+    `woken_by` and for the agent's death.
+    """
+    for signo in _IGNORED_SIGNALS:
+        signal.signal(signo, signal.SIG_IGN)
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    for handled in (*woken_by, _AGENT_DIED_SIGNAL):
+        signal.signal(handled, lambda _signo, _frame: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    set_process_name(name)
+    set_parent_death_signal(_AGENT_DIED_SIGNAL)
+    return read_fd, write_fd
+
+
+def take_more_descriptors() -> None:
+    """For this process: the soft limit is often too low for the pipes of many workers."""
+    with contextlib.suppress(OSError, ValueError):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def allow_debugging_by(pid: int) -> None:

@@ -27,7 +27,7 @@ from .supervisor_channel import Channel, ChannelClosed, Message, unpack_bytes
 from .supervisor_record import MARKER_NAME, Record, RecordError, RunningWorker, marker
 from .tree_stop import TreeStop
 from .warm import Born, Start, Warmth, WarmWish
-from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker, take_more_descriptors
+from .worker_start import NOT_RUNNABLE, Command, Ended, NotStarted, describe_end, start_worker
 
 # What is left of the grace when the agent is gone: all must have ended 5 s after it.
 _ORPHANED_GRACE_S = 3.0
@@ -35,22 +35,6 @@ _ORPHANED_GRACE_S = 3.0
 _TAKE_OVER_AGAIN_S = 0.1
 _STUCK_AFTER_S = 3.0
 _EMERGENCY_S = 5.0
-# Sent by the kernel when the agent ends: the socket says so too, unless a forked child of the agent holds it.
-_AGENT_DIED_SIGNAL = signal.SIGRTMIN + 7
-# A batch scheduler signals every process of a step, us too. What becomes of it is the agent's to decide.
-_IGNORED_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGTERM,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGPIPE,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-)
 _CRASHED = 70  # EX_SOFTWARE
 
 
@@ -430,18 +414,9 @@ def _output_files(plain: Message) -> OutputFiles:
 def main(arguments: list[str]) -> int:
     """`<fd of the socket to the agent> <pid of the agent> <fd of the socket to the log process, or ->`."""
     fd, agent_pid = int(arguments[0]), int(arguments[1])
-    for signo in _IGNORED_SIGNALS:
-        signal.signal(signo, signal.SIG_IGN)
-    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    for handled in (signal.SIGCHLD, _AGENT_DIED_SIGNAL):
-        signal.signal(handled, lambda _signo, _frame: None)
-    # The agent starts us with signals blocked, so that none ends us before this line.
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    processes.set_process_name("nvrx-supervisor")
+    read_fd, _ = processes.begin_beside_agent("nvrx-supervisor", signal.SIGCHLD)
     processes.become_subreaper()
-    processes.set_parent_death_signal(_AGENT_DIED_SIGNAL)
-    take_more_descriptors()
+    processes.take_more_descriptors()
     os.set_inheritable(fd, False)
     to_log_process = socket.socket(fileno=int(arguments[2])) if arguments[2] != "-" else None
     if to_log_process is not None:

@@ -4,7 +4,6 @@ Must not know: cycles, the agent, the protocol, asyncio, or anything outside the
 Only for a single-threaded process (the supervisor): code runs between fork and exec.
 """
 
-import contextlib
 import errno
 import os
 import resource
@@ -61,13 +60,6 @@ def start_worker(command: Command, outputs: Outputs) -> subprocess.Popen[bytes] 
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return _not_started(command, error)
-
-
-def take_more_descriptors() -> None:
-    """For this process alone: the soft limit is often too low for the pipes of many workers."""
-    hard = _DESCRIPTORS[1]
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def before_exec(supervisor_pid: int, blocked: Iterable[int] = ()) -> Callable[[], None]:
